@@ -67,29 +67,29 @@ class Framework(ABC):
             UserError: names or shapes differ, or stored bytes are damaged.
         """
 
+    @abstractmethod
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
         """Put the saved model into `model`, and the state of its optimizer into `optimizer` if it is one.
 
         Raises:
             UserError: as `load_weights`; or the optimizer has other groups. Nothing has changed then.
         """
-        self.load_weights(reader, model)
 
+    @abstractmethod
     def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
         """True if all tensors of `model`, and of `optimizer` if it is one, are those saved."""
-        return True
 
+    @abstractmethod
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
         """The whole state of `model`, and of `optimizer` if it is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settings_of(self, model: Any, optimizer: Any) -> Any:
         """Groups of `optimizer` without tensors, if it is one, as a checkpoint can hold them."""
-        return None
 
+    @abstractmethod
     def has_history(self, optimizer: Any) -> bool:
-        """True if `optimizer` is one that has taken steps, and has state of them."""
-        return False
+        """True if `optimizer` has state of earlier steps that `pack` does not take to the ranks."""
 
     def without_history(self, optimizer: Any) -> AbstractContextManager[None]:
         """A context in which `optimizer` has no state of earlier steps."""

@@ -26,6 +26,14 @@ from distributed.testing.conformance import distance, problem, small_model
 from distributed.testing.suite import EXACT
 from tests.parallel.models import ENTRIES, tokens, train_plainly
 from tests.support.training import make_trainer
+from tests.training.test_between_fits import (
+    Objects,
+    distances_of,
+    load_state,
+    nothing,
+    scale_weights,
+    set_rate,
+)
 from tests.training.test_compression import Plain, build, close, data, fields
 
 X, Y = problem(26)
@@ -97,6 +105,13 @@ def test_a_run_is_the_same_training_and_comes_back(
     # A checkpoint of it goes on without Ray.
     more = trainer(small_model(), 1, backend="serial", checkpoint_dir="saved", resume_from_checkpoint=True)
     assert more.fit((X, Y), epochs=3).epochs[0]["epoch"] == 2
+
+
+def test_a_change_between_two_fits_is_trained(ray_cluster: None) -> None:
+    own = Objects()
+    run = own.trainer(None, 2, backend="ray", epochs=1)
+    distances = distances_of(run, own, [nothing, scale_weights, set_rate, load_state])
+    assert max(distances.values()) < EXACT, distances
 
 
 def test_ranks_that_ray_starts_share_a_model(ray_cluster: None) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +18,12 @@ from torch.optim.swa_utils import AveragedModel
 from distributed import Callback, Trainer
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
+from tests.support import commands
+from tests.support.forking_python import PRELOAD
+from tests.support.ports import free_port
 from tests.support.training import make_trainer
 
+ROOT = Path(__file__).parents[2]
 NUM, SIZE, EXACT = 24, 6, 1e-12
 X = torch.randn(NUM, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
@@ -23,6 +32,7 @@ PLACES = [
     ("pytorch-ddp", 3, {}),
     ("fsdp", 2, {}),
     ("deepspeed", 2, {"zero_stage": 1}),
+    ("horovod", 2, {}),
 ]
 everywhere = pytest.mark.parametrize(
     ("backend", "ranks", "fields"), PLACES, ids=[f"{name}-{ranks}" for name, ranks, _ in PLACES]
@@ -119,25 +129,62 @@ def nothing(objects: Objects) -> None:
     """Leaves all as it is."""
 
 
-CHANGES = [scale_weights, scale_data, load_weights, change_buffer, set_rate, set_betas, clear_state,
-           load_state, scale_moment, step_scheduler, set_gamma, nothing]  # fmt: skip
+CHANGES: list[Callable[[Objects], None]] = [
+    nothing, scale_weights, scale_data, load_weights, change_buffer, set_rate, set_betas, clear_state,
+    load_state, scale_moment, step_scheduler, set_gamma, nothing,
+]  # fmt: skip
+
+
+def distances_of(
+    run: Trainer, own: Objects, changes: Sequence[Callable[[Objects], None]] = tuple(CHANGES)
+) -> dict[str, float]:
+    """Train with `run` after each change of `own`; distances from a plain loop with the same changes."""
+    oracle, distances = Objects(), {}
+    for change in changes:
+        change(oracle)
+        change(own)
+        oracle.train_epoch()
+        run.fit((X, Y))
+        distances[change.__name__] = own.distance(oracle)
+    return distances
 
 
 @everywhere
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_a_change_between_two_fits_is_trained(
-    change: Callable[[Objects], None], backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+def test_changes_between_fits_are_trained(
+    backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
 ) -> None:
-    oracle, own = Objects(), Objects()
+    own = Objects()
     run = own.trainer(rank_pool, ranks, backend=backend, epochs=1, **fields)
-    for number in range(2):
-        if number:
-            change(oracle)
-            change(own)
-        oracle.train_epoch()
-        run.fit((X, Y))
-        assert own.distance(oracle) < EXACT
+    distances = distances_of(run, own)
+    assert max(distances.values()) < EXACT, distances
+
+
+@pytest.mark.starts_processes
+@pytest.mark.parametrize(
+    ("backend", "fields", "preload"),
+    [("pytorch-ddp", {}, "torch"), ("fsdp", {}, "torch"), ("deepspeed", {"zero_stage": 3}, "deepspeed")],
+    ids=["pytorch-ddp", "fsdp", "ZeRO 3"],
+)
+def test_changes_on_joined_ranks_are_trained(
+    backend: str, fields: dict[str, Any], preload: str, forking_python: Path
+) -> None:
+    module = "tests.training.between_fits_joined"
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
+    (running,) = commands.finish(
+        [
+            commands.start(
+                [sys.executable, *torchrun, "-m", module, backend, json.dumps(fields)],
+                env={**os.environ, "PYTHON_EXEC": str(forking_python), PRELOAD: preload},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        ],
+        timeout=300,
+    )
+    distances = json.loads(running[0].splitlines()[-1])
+    assert max(distances.values()) < EXACT, distances
 
 
 @everywhere

@@ -6,6 +6,7 @@ import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before 
 
 # isort: split
 import math
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -60,6 +61,7 @@ class TensorFlowBackend(GroupMixin, Backend):
     """
 
     scaler: LossScale | None = None
+    _original_optimizer: Any = None
 
     def __init__(self) -> None:
         self.timers = PhaseTimers()
@@ -142,20 +144,22 @@ class TensorFlowBackend(GroupMixin, Backend):
     def _take_apart(self, task: Task) -> None:
         """Variables belong to the strategy they were made under: those of another are made again."""
         self._given_model, self._given_optimizer = task.model, task.optimizer
-        self._original = None
+        self._original, self._asked_rate = None, self._plan.learning_rate
         if is_foreign(task.model, self.strategy):
             self._original, optimizer = task.model, task.optimizer
             with task.model.distribute_strategy.scope():
                 build_model(task.model, self.config.seed, "fp32", lambda: first_batch(task.train_data))
             self._given_model = PackedModel.of(task.model)
             if isinstance(optimizer, RateHolder):
-                optimizer = optimizer.keras
+                self._asked_rate, optimizer = optimizer.param_groups[0]["lr"], optimizer.keras
             if isinstance(optimizer, keras.optimizers.Optimizer):
+                self._original_optimizer = optimizer
                 self._given_optimizer = PackedOptimizer.of(optimizer)
 
     def _holder(self) -> RateHolder:
         given = self._given_optimizer
         if isinstance(given, RateHolder):
+            given.read_rate()
             return given
         with in_width(widest(self.module)):
             built = build_optimizer(unpack(given), self.module, self.config, self._plan.learning_rate)
@@ -163,7 +167,7 @@ class TensorFlowBackend(GroupMixin, Backend):
             built.build(self.module.trainable_variables)
         if isinstance(given, PackedOptimizer):
             given.fill(built)
-        return RateHolder(built, self._plan.learning_rate)
+        return RateHolder(built, self._asked_rate)
 
     def _refuse_two_schedules(self, task: Task) -> None:
         config = self.config
@@ -324,7 +328,17 @@ class TensorFlowBackend(GroupMixin, Backend):
     def release(self) -> None:
         tf.random.set_seed(self._callers_seed)
         self._undo_precision()
-        if self._original is not None:
-            for theirs, ours in zip(self._original.variables, self.module.variables, strict=True):
-                theirs.assign(to_array(ours))
         self.optimizer.keras.__dict__.pop("_all_reduce_sum_gradients", None)
+        if self._original is not None:
+            _copy(self.module.variables, self._original.variables)
+            if self._original_optimizer is not None:
+                self._original_optimizer.build(self._original.trainable_variables)
+                _copy(self.optimizer.keras.variables, self._original_optimizer.variables)
+                self.optimizer.keras = self._original_optimizer
+        with self.strategy.scope():
+            self.optimizer.write_rate()
+
+
+def _copy(ours: Sequence[Any], theirs: Sequence[Any]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        other.assign(to_array(own))

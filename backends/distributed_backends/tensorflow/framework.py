@@ -16,7 +16,7 @@ from distributed.communication.environment import detect
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
-from distributed.interfaces.state import StateReader
+from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed_backends.tensorflow.data import read_data
 from distributed_backends.tensorflow.models import (
@@ -27,8 +27,10 @@ from distributed_backends.tensorflow.models import (
     check_model,
     first_batch,
     is_built,
+    widest,
 )
-from distributed_backends.tensorflow.state import fill_model
+from distributed_backends.tensorflow.optimizers import RateHolder, in_width
+from distributed_backends.tensorflow.state import export_keras, fill_model, holds_values, import_keras
 
 
 class TensorFlowObjects(Framework):
@@ -67,6 +69,27 @@ class TensorFlowObjects(Framework):
     def load_weights(self, reader: StateReader, model: Any) -> None:
         fill_model(reader, model)
 
+    def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
+        holder = _holder(model, optimizer)
+        if holder is None:
+            fill_model(reader, model)
+        else:
+            import_keras(reader, model, holder)
+            holder.write_rate()
+
+    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
+        return holds_values(reader, self.state_of(model, optimizer))
+
+    def state_of(self, model: Any, optimizer: Any) -> BackendState:
+        return export_keras(model, _holder(model, optimizer), None, 0, 1)
+
+    def settings_of(self, model: Any, optimizer: Any) -> Any:
+        holder = _holder(model, optimizer)
+        return None if holder is None else keras.saving.serialize_keras_object(holder.keras)
+
+    def has_history(self, optimizer: Any) -> bool:
+        return False  # it is packed with its values
+
     def read(self, data: Any, argument: str, config: DistributedConfig) -> Any:
         return read_data(data, argument, config)
 
@@ -98,6 +121,16 @@ class TensorFlowObjects(Framework):
             if isinstance(metric, keras.metrics.Metric):
                 metrics[name] = PackedLoss.of(metric)
         return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics or task.metrics)
+
+
+def _holder(model: Any, optimizer: Any) -> RateHolder | None:
+    """Hold the optimizer that was given or compiled; None if there is none yet."""
+    own = _compiled(model, "optimizer") if optimizer is None else optimizer
+    if not isinstance(own, keras.optimizers.Optimizer):
+        return None
+    with in_width(widest(model)):
+        own.build(model.trainable_variables)
+    return RateHolder(own, 0.0)
 
 
 def _compiled(model: Any, name: str) -> Any:

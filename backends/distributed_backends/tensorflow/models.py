@@ -263,15 +263,14 @@ def framework_alone(part: Any) -> bool:
 
 
 class PackedOptimizer(Packed):
-    """A Keras optimizer; it has values if it has run before."""
+    """A Keras optimizer; it has values if it is built."""
 
     @classmethod
     def of(cls, optimizer: Any) -> PackedOptimizer:
         """Take an optimizer apart."""
         config = keras.saving.serialize_keras_object(optimizer)
         custom = {type(optimizer).__name__: type(optimizer)} if framework_alone(optimizer) else {}
-        run = optimizer.built and int(to_array(optimizer.iterations)) > 0
-        return cls(config, custom, [to_array(v) for v in optimizer.variables] if run else None)
+        return cls(config, custom, [to_array(v) for v in optimizer.variables] if optimizer.built else None)
 
 
 class PackedLoss(Packed):

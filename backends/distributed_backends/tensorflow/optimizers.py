@@ -51,6 +51,16 @@ class RateHolder(torch.optim.Optimizer):
         """The Keras optimizer's learning rate at its present step."""
         return float(to_array(self.keras.learning_rate))
 
+    def write_rate(self) -> None:
+        """Give the Keras optimizer the group's rate, unless it follows a schedule of its own."""
+        if not has_schedule(self.keras):
+            self.keras.learning_rate = self.param_groups[0]["lr"]
+
+    def read_rate(self) -> None:
+        """Take the rate that the script has given the Keras optimizer, which may hold float32."""
+        if not math.isclose(self.rate(), self.param_groups[0]["lr"], rel_tol=1e-7):
+            self.param_groups[0]["lr"] = self.rate()
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing: the compiled step has moved the weights."""
 

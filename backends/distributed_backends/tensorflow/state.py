@@ -85,13 +85,19 @@ def _slots(optimizer: Any, order: list[str]) -> Iterator[tuple[str, str, Any]]:
 def export_keras(
     model: Any, holder: Any, scaler: dict[str, Any] | None, rank: int, size: int
 ) -> BackendState:
-    """The share of one of `size` ranks that hold the same, copied to the CPU. Without collectives."""
+    """The share of one of `size` ranks that hold the same, copied to the CPU. Without collectives.
+
+    Args:
+        holder: of the optimizer, or None to leave it out.
+    """
     named = named_variables(model)
     trained = {id(v) for v in model.trainable_variables}
     state = BackendState(scaler=scaler)
     for name, variable in named.items():
         whole = id(variable) not in trained
         state.chunks += _cut(name, MODEL, variable, 0 if whole else rank, 1 if whole else size, rank)
+    if holder is None:
+        return state
     optimizer = holder.keras
     names = {id(variable): name for name, variable in named.items()}
     order = [names[id(v)] for v in model.trainable_variables]
@@ -110,6 +116,19 @@ def export_keras(
         }
     ]
     return state
+
+
+def holds_values(reader: StateReader, state: BackendState) -> bool:
+    """True if the saved tensors, and the optimizer's numbers, are those of `state`, which is whole."""
+    shapes = reader.tensors()
+    for chunk in state.chunks:
+        if shapes.get((chunk.key, chunk.name)) != tuple(chunk.shape):
+            return False
+        saved = reader.read(chunk.key, chunk.name).flatten().to(chunk.data.dtype)
+        if not torch.equal(saved.nan_to_num(), chunk.data.nan_to_num()):
+            return False
+    plain = ("iterations", "numbers")
+    return not state.groups or all(state.groups[0][key] == reader.groups[0].get(key) for key in plain)
 
 
 def _numbers(optimizer: Any, covered: set[int]) -> list[Any]:
