@@ -107,7 +107,8 @@ class SharedSettings(ABC):
 
     @abstractmethod
     def unchanged_by(self, callback: Any) -> AbstractContextManager[None]:
-        """Refuse a change that an event of `callback`, which runs on rank 0 alone, makes inside the block.
+        """Refuse a change that an event of `callback` makes inside the block and that is not trained on all
+        ranks: any on rank 0 alone, and one of weights where the backend trains copies.
 
         Raises:
             UserError: a value has changed.

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,11 +18,17 @@ from distributed.communication.equal_values import differences
 from distributed.communication.torch_settings import read_settings
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, SharedSettings
-from distributed.training.objective import Objective
+from distributed.training.model_traits import written_weights
 from distributed.training.optimizers import hyperparameters
+from distributed.training.weight_digests import WeightDigests
+
+if TYPE_CHECKING:
+    from distributed.training.torch_backend import TorchBackend
 
 __all__ = ["Settings", "check_same_model", "check_same_torch"]
 
+# Callbacks of the project change no weights, and need no digests.
+_OWN = ("distributed", "distributed_backends", "distributed_plugins")
 _Values = tuple[list[dict[str, Any]], list[bool], list[bool], str]
 
 
@@ -30,15 +36,14 @@ class Settings(SharedSettings):
     """Hyperparameters, trainable parameters, module modes and kinds of losses of one rank.
 
     Args:
-        model: as the backend has placed it.
-        optimizer: the optimizer in use.
-        objective: the loss.
+        backend: has placed the model.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, objective: Objective) -> None:
-        self._optimizer, self._objective = optimizer, objective
-        self._parameters = dict(model.named_parameters())
-        self._modules = dict(model.named_modules())
+    def __init__(self, backend: TorchBackend) -> None:
+        self._backend, self._optimizer, self._objective = backend, backend.optimizer, backend.objective
+        self._parameters = dict(backend.module.named_parameters())
+        self._modules = dict(backend.module.named_modules())
+        self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
 
     def read(self) -> _Values:
         """The values now: of each parameter group, each parameter, each module and the losses."""
@@ -55,6 +60,7 @@ class Settings(SharedSettings):
         return self._objective.knows_averages
 
     def digest(self) -> float:
+        self._read_digests()
         return float(zlib.crc32(repr(self.read()).encode()))
 
     def check_equal(self, backend: Backend) -> None:
@@ -72,22 +78,42 @@ class Settings(SharedSettings):
 
     @contextmanager
     def unchanged_by(self, callback: Any) -> Iterator[None]:
-        before = self.read()
-        yield
+        is_only_here = not callback.all_ranks and self._backend.world.size > 1
+        with self._weights_unchanged_by(callback, is_only_here):
+            before = self.read() if is_only_here else None
+            yield
+        if before is None:
+            return
         after = self.read()
         if after == before:
             return
         old, new = self._named(before), self._named(after)
         name = _difference(old, new)
-        raise UserError(
-            f"{type(callback).__name__} runs on rank 0 only and changed {name} from"
-            f" {old.get(name or '')!r} to {new.get(name or '')!r}; the other ranks would train with the old"
-            " value",
-            field="callbacks",
-            got=f"{type(callback).__name__} with all_ranks = False",
-            allowed="callbacks with all_ranks = True, if they change how the model trains",
-            remedy="Set all_ranks = True in the callback's class, or restore the value before it returns",
-        )
+        raise _only_here(callback, f"{name} from {old.get(name or '')!r} to {new.get(name or '')!r}")
+
+    @contextmanager
+    def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
+        """On a device, what the digests are is read when the next callback begins."""
+        own = type(callback).__module__.partition(".")[0] in _OWN
+        if own or not (is_only_here or self._backend.trains_copies):
+            yield
+            return
+        self._read_digests()
+        before = WeightDigests(self._backend.held_weights())
+        with self._backend.callback_scope():
+            yield
+        self._unread = (callback, before, WeightDigests(self._backend.held_weights()))
+        if not before.waits:
+            self._read_digests()
+
+    def _read_digests(self) -> None:
+        """Raise a UserError if a callback has changed a weight that it may not change."""
+        unread, self._unread = self._unread, None
+        name = unread and unread[1].first_difference(unread[2])
+        if unread and name is not None:
+            if self._backend.trains_copies:
+                raise written_weights(f"the parameter '{name}'", self._backend.spec.name)
+            raise _only_here(unread[0], f"the values of '{name}'")
 
     def _named(self, values: _Values) -> dict[str, Any]:
         groups, trainable, training, average = values
@@ -102,6 +128,17 @@ class Settings(SharedSettings):
         for name, value in zip(self._modules, training, strict=True):
             found[f"the training mode of {f'module {name!r}' if name else 'the model'}"] = value
         return found
+
+
+def _only_here(callback: Any, changed: str) -> UserError:
+    name = type(callback).__name__
+    return UserError(
+        f"{name} runs on rank 0 only and changed {changed}; the other ranks would train with the old value",
+        field="callbacks",
+        got=f"{name} with all_ranks = False",
+        allowed="callbacks with all_ranks = True, if they change how the model trains",
+        remedy="Set all_ranks = True in the callback's class, or restore the value before it returns",
+    )
 
 
 def check_same_model(backend: Backend, model: nn.Module) -> None:

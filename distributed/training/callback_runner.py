@@ -47,7 +47,7 @@ class CallbackRunner:
         self.on_step = self._overridden["on_step_end"]
 
     def guard(self, settings: SharedSettings | None) -> None:
-        """From now on, refuse a callback on rank 0 alone that changes one of `settings`."""
+        """From now on, refuse a callback that changes one of `settings` where ranks would not all follow."""
         self._guarded = settings
 
     def notify(self, event: str, *args: Any) -> None:
@@ -58,7 +58,7 @@ class CallbackRunner:
             before = enter("callback")
             for callback in found:
                 self._called = callback
-                if self._guarded is None or callback.all_ranks:
+                if self._guarded is None:
                     getattr(callback, event)(self.context, *args)
                     continue
                 with self._guarded.unchanged_by(callback):

@@ -365,10 +365,10 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
 
     def _share_settings(self) -> None:
         """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
-        settings = self.backend.settings() if self.world.size > 1 else None
+        settings = self.backend.settings()
         self.callbacks.guard(settings)
-        self.records.compare(settings)
-        if settings is not None:
+        if settings is not None and self.world.size > 1:
+            self.records.compare(settings)
             settings.check_equal(self.backend)
 
     def _continue_fit(self, left: Mapping[str, Any]) -> None:

@@ -239,16 +239,16 @@ def sparse_parameters(model: nn.Module) -> set[Tensor]:
     return {module.weight for _, module in _embeddings(model) if module.sparse}
 
 
-def written_weights(name: str, backend: str) -> UserError:
+def written_weights(what: str, backend: str) -> UserError:
     """The error for a parameter that a forward pass or a callback changed where that is discarded.
 
     Args:
-        name: of the parameter.
+        what: the parameter, such as ``the parameter '0.weight'``.
         backend: name of the backend.
     """
     return UserError(
-        f"the parameter '{name}' was changed in place outside the optimizer, and {backend} would discard"
-        " that, because the values that it trains are shards. The step was not taken",
+        f"{what} was changed outside the optimizer, and {backend} would discard that,"
+        " because the values that it trains are shards. The next step was not taken",
         field="backend",
         got=backend,
         allowed="serial, pytorch-ddp, horovod",

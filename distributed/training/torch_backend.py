@@ -77,11 +77,13 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
         sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
+        trains_copies: what a callback changes of the module's weights is discarded by the next step.
     """
 
     follows_requires_grad = True
     counts_with_gradients = True
     sums_gradients = False
+    trains_copies = False
     model: Any
     objective: Objective
     last_batch: LastBatch
@@ -478,7 +480,15 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         return read_only(nullcontext(self.module))
 
     def settings(self) -> Settings:
-        return Settings(self.module, self.optimizer, self.objective)
+        return Settings(self)
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """What a callback could change of the weights and buffers of this rank, by name."""
+        return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+
+    def callback_scope(self) -> AbstractContextManager[Any]:
+        """Surrounds a callback that may not change weights."""
+        return nullcontext()
 
     # -- cooperation: alone, every collective is the identity ---------------------------
 

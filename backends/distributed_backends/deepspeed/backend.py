@@ -211,6 +211,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             self._order = GatherOrder(self, gathering, self.config.hang_timeout)
         if self.stage:
             self._take_over(members, earlier)
+        self.trains_copies = self.stage > 0 or bool(whole)
         if self.sharded is not None and whole:
             self.sharded.set_masters(whole)
         return partial(self._forward, step.forward)
@@ -268,7 +269,20 @@ class DeepSpeedBackend(ProcessGroupBackend):
         """Raise a UserError if something wrote to a parameter; DeepSpeed writes to flat tensors."""
         for (name, parameter), version in zip(self._written.items(), self._versions, strict=True):
             if parameter._version != version:
-                raise written_weights(name, "deepspeed")
+                raise written_weights(f"the parameter '{name}'", "deepspeed")
+
+    def held_weights(self) -> dict[str, Tensor]:
+        held = super().held_weights()
+        return {
+            name: t.ds_tensor if t.numel() == 0 and hasattr(t, "ds_tensor") else t for name, t in held.items()
+        }
+
+    def callback_scope(self) -> AbstractContextManager[Any]:
+        if self.stage < 3:
+            return nullcontext()
+        from distributed_backends.deepspeed.empty_weights import RefusesEmptyWrites
+
+        return RefusesEmptyWrites(self.module)
 
     def run_window(self, window: Any) -> tuple[Any, Any]:
         if self.sharded is not None:

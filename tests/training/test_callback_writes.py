@@ -1,0 +1,152 @@
+"""Weights that a callback changes are trained as in one process, or refused after the step that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distributed import Callback
+from distributed.errors import UserError
+from distributed.interfaces.callback import Context
+from distributed.testing.rank_pool import RankPool
+from tests.support.training import make_trainer
+
+X = torch.randn(48, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+Y = X.sum(1, keepdim=True).sin()
+SHARED = [("pytorch-ddp", 3, {}), ("fsdp", 2, {}), ("horovod", 2, {})]
+DIVIDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+ZERO = [
+    ("deepspeed", 1, {"zero_stage": 1}),
+    ("deepspeed", 2, {"zero_stage": 2}),
+    ("deepspeed", 2, {"zero_stage": 3}),
+    ("deepspeed", 2, {"deepspeed_config": DIVIDED}),
+]
+
+
+def names(places: list[tuple[str, int, dict[str, Any]]]) -> list[str]:
+    return [f"{name}-{ranks}-{fields.get('zero_stage', len(fields))}" for name, ranks, fields in places]
+
+
+def clamp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def clamp_in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def negate_one(model: nn.Module) -> None:
+    """Changes no norm, and a single value where ranks hold a part."""
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        local.data.view(-1)[:1].neg_()
+
+
+def reset_statistics(model: nn.Module) -> None:
+    model[1].running_var.data.fill_(2.0)  # type: ignore[index, operator, union-attr]
+
+
+class Writes(Callback):
+    """Changes the model after each step, on rank 0."""
+
+    steps = 0
+
+    def __init__(self, change: Callable[[nn.Module], None]) -> None:
+        self.change = change
+
+    def on_step_end(self, context: Context) -> None:
+        self.change(context.model)
+
+
+class WritesEverywhere(Writes):
+    all_ranks = True
+
+
+class Reads(Callback):
+    """Computes from the weights, and changes a copy."""
+
+    def on_step_end(self, context: Context) -> None:
+        for parameter in context.model.parameters():
+            parameter.detach().clone().mul_(2.0).sum()
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8).eval()
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def train(pool: RankPool | None, callback: Callback, backend: str, ranks: int, fields: dict[str, Any]) -> Any:
+    model = new_model()
+    make_trainer(
+        model, ranks, pool, backend=backend, callbacks=[callback], loss_fn=nn.MSELoss(), optimizer="sgd",
+        learning_rate=0.1, global_batch_size=12, data={"shuffle": False}, **fields,
+    ).fit((X, Y), max_steps=4)  # fmt: skip
+    return model.state_dict()
+
+
+def plain(change: Callable[[nn.Module], None]) -> Any:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for i in range(0, 48, 12):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(X[i : i + 12]), Y[i : i + 12]).backward()
+        optimizer.step()
+        change(model)
+    return model.state_dict()
+
+
+def distance(found: Any, expected: Any) -> float:
+    return max(float((found[name] - value).abs().max()) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED, ids=names(SHARED))
+@pytest.mark.parametrize("change", [clamp, clamp_in_place, negate_one, reset_statistics])
+def test_a_change_on_rank_zero_is_refused(
+    change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    with pytest.raises(
+        UserError, match=r"Writes runs on rank 0 only and changed the values of '.*all_ranks ="
+    ):
+        train(rank_pool, Writes(change), backend, ranks, fields)
+
+
+@pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED, ids=names(SHARED))
+@pytest.mark.parametrize("change", [clamp, clamp_in_place, reset_statistics])
+def test_the_remedy_trains_as_one_process(
+    change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    found = train(rank_pool, WritesEverywhere(change), backend, ranks, fields)
+    assert distance(found, plain(change)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", [Writes, WritesEverywhere])
+@pytest.mark.parametrize("change", [clamp, clamp_in_place])
+@pytest.mark.parametrize(("backend", "ranks", "fields"), ZERO, ids=names(ZERO))
+def test_zero_refuses_what_it_would_discard(
+    kind: type[Writes], change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    with pytest.raises(
+        UserError, match="was changed outside the optimizer, and deepspeed would discard that"
+    ):
+        train(rank_pool if ranks > 1 else None, kind(change), backend, ranks, fields)
+
+
+@pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED + ZERO, ids=names(SHARED + ZERO))
+def test_a_callback_that_reads_is_not_refused(
+    backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    found = train(rank_pool if ranks > 1 else None, Reads(), backend, ranks, fields)
+    assert distance(found, plain(lambda model: None)) < 1e-12
+
+
+@pytest.mark.parametrize("change", [clamp, clamp_in_place, negate_one])
+def test_one_process_trains_with_a_change(change: Any) -> None:
+    assert distance(train(None, Writes(change), "serial", 1, {}), plain(change)) == 0
