@@ -86,7 +86,13 @@ class CommunicationTimes(NamedTuple):
 
 
 class SharedSettings(ABC):
-    """Values that must be equal on all ranks, such as hyperparameters."""
+    """Values that must be equal on all ranks, such as hyperparameters.
+
+    Attributes:
+        is_written: a callback on all ranks has changed weights, so that replicas have to be compared.
+    """
+
+    is_written = False
 
     @property
     def is_known(self) -> bool:

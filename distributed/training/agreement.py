@@ -43,6 +43,7 @@ class Settings(SharedSettings):
         self._backend, self._optimizer, self._objective = backend, backend.optimizer, backend.objective
         self._parameters = dict(backend.module.named_parameters())
         self._modules = dict(backend.module.named_modules())
+        self._replicated = backend.world.size > 1 and backend.replicated() is not None
         self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
 
     def read(self) -> _Values:
@@ -95,7 +96,7 @@ class Settings(SharedSettings):
     def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
         """On a device, what the digests are is read when the next callback begins."""
         own = type(callback).__module__.partition(".")[0] in _OWN
-        if own or not (is_only_here or self._backend.trains_copies):
+        if own or not (is_only_here or self._backend.trains_copies or self._replicated):
             yield
             return
         self._read_digests()
@@ -110,10 +111,13 @@ class Settings(SharedSettings):
         """Raise a UserError if a callback has changed a weight that it may not change."""
         unread, self._unread = self._unread, None
         name = unread and unread[1].first_difference(unread[2])
-        if unread and name is not None:
-            if self._backend.trains_copies:
-                raise written_weights(f"the parameter '{name}'", self._backend.spec.name)
+        if not unread or name is None:
+            return
+        if self._backend.trains_copies:
+            raise written_weights(f"the parameter '{name}'", self._backend.spec.name)
+        if self._backend.world.size > 1 and not unread[0].all_ranks:
             raise _only_here(unread[0], f"the values of '{name}'")
+        self.is_written = True
 
     def _named(self, values: _Values) -> dict[str, Any]:
         groups, trainable, training, average = values

@@ -266,7 +266,10 @@ class StepRecords:
         """Of this rank's replica, when it is time to compare; else 0.0. It costs one pass over the
         parameters and is reduced together with the losses."""
         every, step = self.config.divergence_check_steps, self.state.progress.step
-        if every is None or self.backend.world.size == 1 or step - self._compared_at < every:
+        written = self._shared is not None and self._shared.is_written
+        if every is None or self.backend.world.size == 1:
+            return 0.0
+        if step - self._compared_at < every and not written:
             return 0.0
         self._compared_at = step
         return checksum(self.backend.replicated() or {})

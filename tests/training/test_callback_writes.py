@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distributed import Callback
-from distributed.errors import UserError
+from distributed.errors import UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
 from tests.support.training import make_trainer
@@ -125,6 +125,18 @@ def test_the_remedy_trains_as_one_process(
 ) -> None:
     found = train(rank_pool, WritesEverywhere(change), backend, ranks, fields)
     assert distance(found, plain(change)) < 1e-12
+
+
+def jitter(model: nn.Module) -> None:
+    """Draws from the random numbers of its rank."""
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 1e-3)
+
+
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
+def test_a_change_that_differs_between_ranks_is_refused(backend: str, rank_pool: RankPool) -> None:
+    with pytest.raises(WorkerError, match="ranks 1, 2 .* differ from the other ranks: after step 1, 6 of 6 parameters"):
+        train(rank_pool, WritesEverywhere(jitter), backend, 3, {})
 
 
 @pytest.mark.parametrize("kind", [Writes, WritesEverywhere])
