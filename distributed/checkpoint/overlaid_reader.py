@@ -40,12 +40,14 @@ class OverlaidReader(PortableReader):
         return self._over.dtype(key, name) if self._is_over(key) else super().dtype(key, name)
 
     def read(self, key: str, name: str, start: int = 0, length: int | None = None) -> Any:
-        place = self._over if self._is_over(key) else super()
-        return place.read(key, name, start, length)
+        if self._is_over(key):
+            return self._over.read(key, name, start, length)
+        return super().read(key, name, start, length)
 
     def read_box(self, key: str, name: str, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Any:
-        place = self._over if self._is_over(key) else super()
-        return place.read_box(key, name, offsets, lengths)
+        if self._is_over(key):
+            return self._over.read_box(key, name, offsets, lengths)
+        return super().read_box(key, name, offsets, lengths)
 
     def close(self) -> None:
         super().close()

@@ -11,7 +11,7 @@ from distributed.interfaces.placement import World
 if TYPE_CHECKING:
     from distributed.interfaces.plan import RunPlan
 
-__all__ = ["Collectives", "Ranks"]
+__all__ = ["Collectives", "OneRank", "Ranks"]
 
 
 class Ranks(Protocol):
@@ -31,6 +31,24 @@ class Ranks(Protocol):
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank."""
+
+
+class OneRank:
+    """`Ranks` of a single process: every collective is the identity."""
+
+    world: World = World()
+
+    def all_reduce(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        return None
 
 
 class Collectives(ABC):

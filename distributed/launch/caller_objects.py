@@ -4,7 +4,6 @@ trained, and at its end they hold what training left."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -14,8 +13,8 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.codec import encode
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
+from distributed.interfaces.collectives import OneRank
 from distributed.interfaces.framework import Framework
-from distributed.interfaces.placement import World
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Progress, Task
 
@@ -24,25 +23,14 @@ __all__ = ["bring", "take_back"]
 logger = logging.getLogger("distributed")
 
 
-class _Caller:
+class _Caller(OneRank):
     """The caller's process as the only rank, which saves what its objects hold."""
-
-    world = World()
 
     def __init__(self, state: BackendState) -> None:
         self._state = state
 
     def export_state(self) -> BackendState:
         return self._state
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
 
 
 def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextManager[None]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.collectives import OneRank
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import BatchPlan, RunPlan
 from distributed.interfaces.task import Task
@@ -66,7 +67,7 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(LeversMixin, AccumulationMixin, RankState):
+class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
@@ -489,20 +490,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     def callback_scope(self) -> AbstractContextManager[Any]:
         """Surrounds a callback that may not change weights."""
         return nullcontext()
-
-    # -- cooperation: alone, every collective is the identity ---------------------------
-
-    def all_reduce(self, values: Sequence[float]) -> list[float]:
-        return list(values)
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value]
-
-    def barrier(self) -> None:
-        return None
 
     def release(self) -> None:
         self._transfers = None

@@ -15,7 +15,7 @@ class RefusesEmptyWrites(TorchDispatchMode):
     """Inside, an operation that would change a divided weight of `module`, or a view of it, is an error."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         named = module.named_parameters()
         self._names = {_storage(parameter): name for name, parameter in named if parameter.numel() == 0}
 
