@@ -43,15 +43,21 @@ def checksum(parameters: Mapping[str, Tensor]) -> float:
     """
     if not parameters:
         return 0.0
-    sums = torch.stack([_bits(tensor) for tensor in parameters.values()]).tolist()
+    sums = torch.stack([sum_of_bits(tensor) for tensor in parameters.values()]).tolist()
     total = 0
     for value in sums:
         total = (total * 31 + (value & 0xFFFFFFFFFFFFFFFF)) * _MIX & 0xFFFFFFFFFFFFFFFF
     return float((total >> 12 & _EXACT) or 1)
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+@torch.no_grad()
+def sum_of_bits(tensor: Tensor) -> Tensor:
+    """A whole number that differs when a value does; of a tensor that ranks divide, of this rank's part."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+    if local.is_meta or local.layout != torch.strided:
+        return torch.zeros((), dtype=torch.int64)
+    local = torch.view_as_real(local) if local.is_complex() else local
+    return local.view(_BITS[local.element_size()]).sum(dtype=torch.int64)
 
 
 def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
@@ -108,7 +114,7 @@ def explain_divergence(backend: Backend, step: int) -> WorkerError | str:
 
 def _prints(parameters: Mapping[str, Any]) -> dict[str, _Print]:
     return {
-        name: _Print(int(_bits(p)), float(p.double().sum()), float(p.double().abs().sum()))
+        name: _Print(int(sum_of_bits(p)), float(p.double().sum()), float(p.double().abs().sum()))
         for name, p in parameters.items()
     }
 

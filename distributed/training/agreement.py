@@ -7,10 +7,11 @@ after each of its events: the other ranks do not see what it changes.
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
 
@@ -18,6 +19,8 @@ from distributed.communication.equal_values import differences
 from distributed.communication.torch_settings import read_settings
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, SharedSettings
+from distributed.interfaces.backend_spec import BackendSpec
+from distributed.interfaces.collectives import Ranks
 from distributed.training.model_traits import written_weights
 from distributed.training.optimizers import hyperparameters
 from distributed.training.weight_digests import WeightDigests
@@ -25,40 +28,61 @@ from distributed.training.weight_digests import WeightDigests
 if TYPE_CHECKING:
     from distributed.training.torch_backend import TorchBackend
 
-__all__ = ["Settings", "check_same_model", "check_same_torch"]
+__all__ = [
+    "Settings",
+    "WatchedBackend",
+    "WatchedSettings",
+    "check_same_model",
+    "check_same_torch",
+    "named_groups",
+    "plain_groups",
+]
 
 # Callbacks of the project change no weights, and need no digests.
 _OWN = ("distributed", "distributed_backends", "distributed_plugins")
 _Values = tuple[list[dict[str, Any]], list[bool], list[bool], str]
 
 
-class Settings(SharedSettings):
-    """Hyperparameters, trainable parameters, module modes and kinds of losses of one rank.
+class WatchedBackend(Ranks, Protocol):
+    """The part of a backend that `WatchedSettings` reads.
+
+    Attributes:
+        spec: what it was registered as.
+        trains_copies: what a callback changes of the module's weights is discarded by the next step.
+    """
+
+    spec: BackendSpec
+    trains_copies: bool
+
+    def replicated(self) -> Mapping[str, Any] | None:
+        """As `Backend.replicated`."""
+
+    def held_weights(self) -> dict[str, Tensor]:
+        """What a callback could change of the weights and buffers of this rank, by name."""
+
+    def callback_scope(self) -> AbstractContextManager[Any]:
+        """Surrounds a callback that may not change weights."""
+
+
+class WatchedSettings(SharedSettings):
+    """Settings of one rank, and the digests of weights around callbacks.
 
     Args:
         backend: has placed the model.
     """
 
-    def __init__(self, backend: TorchBackend) -> None:
-        self._backend, self._optimizer, self._objective = backend, backend.optimizer, backend.objective
-        self._parameters = dict(backend.module.named_parameters())
-        self._modules = dict(backend.module.named_modules())
+    def __init__(self, backend: WatchedBackend) -> None:
+        self._backend = backend
         self._replicated = backend.world.size > 1 and backend.replicated() is not None
         self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
 
-    def read(self) -> _Values:
-        """The values now: of each parameter group, each parameter, each module and the losses."""
-        groups = hyperparameters(self._optimizer)
-        return (
-            [{name: _plain(value) for name, value in group.items()} for group in groups],
-            list(map(attrgetter("requires_grad"), self._parameters.values())),
-            list(map(attrgetter("training"), self._modules.values())),
-            f"{self._objective.averaged_over} (history {self._objective.averages:08x})",
-        )
+    @abstractmethod
+    def read(self) -> Any:
+        """The values now, as plain data."""
 
-    @property
-    def is_known(self) -> bool:
-        return self._objective.knows_averages
+    @abstractmethod
+    def named(self, values: Any) -> dict[str, Any]:
+        """What `read` returned, by names for a message."""
 
     def digest(self) -> float:
         self._read_digests()
@@ -66,7 +90,7 @@ class Settings(SharedSettings):
 
     def check_equal(self, backend: Backend) -> None:
         for rank, *pair in differences(backend, self.read()):
-            first, values = map(self._named, pair)
+            first, values = map(self.named, pair)
             name = _difference(first, values)
             if name is not None:
                 raise UserError(
@@ -88,7 +112,7 @@ class Settings(SharedSettings):
         after = self.read()
         if after == before:
             return
-        old, new = self._named(before), self._named(after)
+        old, new = self.named(before), self.named(after)
         name = _difference(old, new)
         raise _only_here(callback, f"{name} from {old.get(name or '')!r} to {new.get(name or '')!r}")
 
@@ -119,19 +143,48 @@ class Settings(SharedSettings):
             raise _only_here(unread[0], f"the values of '{name}'")
         self.is_written = True
 
-    def _named(self, values: _Values) -> dict[str, Any]:
+
+class Settings(WatchedSettings):
+    """Hyperparameters, trainable parameters, module modes and kinds of losses of one rank of torch."""
+
+    def __init__(self, backend: TorchBackend) -> None:
+        super().__init__(backend)
+        self._optimizer, self._objective = backend.optimizer, backend.objective
+        self._parameters = dict(backend.module.named_parameters())
+        self._modules = dict(backend.module.named_modules())
+
+    @property
+    def is_known(self) -> bool:
+        return self._objective.knows_averages
+
+    def read(self) -> _Values:
+        return (
+            plain_groups(self._optimizer),
+            list(map(attrgetter("requires_grad"), self._parameters.values())),
+            list(map(attrgetter("training"), self._modules.values())),
+            f"{self._objective.averaged_over} (history {self._objective.averages:08x})",
+        )
+
+    def named(self, values: _Values) -> dict[str, Any]:
         groups, trainable, training, average = values
-        found: dict[str, Any] = {"what the loss is a mean of": average}
-        found |= {
-            f"{name!r} of parameter group {i}": v
-            for i, group in enumerate(groups)
-            for name, v in group.items()
-        }
+        found = {"what the loss is a mean of": average, **named_groups(groups)}
         for name, value in zip(self._parameters, trainable, strict=True):
             found[f"requires_grad of parameter '{name}'"] = value
         for name, value in zip(self._modules, training, strict=True):
             found[f"the training mode of {f'module {name!r}' if name else 'the model'}"] = value
         return found
+
+
+def plain_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Hyperparameters of each parameter group as values that can be compared and printed."""
+    return [{name: _plain(value) for name, value in group.items()} for group in hyperparameters(optimizer)]
+
+
+def named_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `plain_groups` returned, by names for a message."""
+    return {
+        f"{name!r} of parameter group {i}": v for i, group in enumerate(groups) for name, v in group.items()
+    }
 
 
 def _only_here(callback: Any, changed: str) -> UserError:

@@ -484,11 +484,9 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         return Settings(self)
 
     def held_weights(self) -> dict[str, Tensor]:
-        """What a callback could change of the weights and buffers of this rank, by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def callback_scope(self) -> AbstractContextManager[Any]:
-        """Surrounds a callback that may not change weights."""
         return nullcontext()
 
     def release(self) -> None:

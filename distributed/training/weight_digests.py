@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["WeightDigests"]
+from distributed.resilience.divergence import sum_of_bits
 
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+__all__ = ["WeightDigests"]
 
 
 class WeightDigests:
@@ -21,7 +21,7 @@ class WeightDigests:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._names = list(tensors)
-        self._sums = [_sum_of_bits(tensor) for tensor in tensors.values()]
+        self._sums = [sum_of_bits(tensor) for tensor in tensors.values()]
 
     @property
     def waits(self) -> bool:
@@ -38,13 +38,3 @@ class WeightDigests:
         pairs = zip(self._sums, other._sums, strict=True)
         changed = torch.stack([(own != theirs).to(device, non_blocking=True) for own, theirs in pairs])
         return self._names[int(changed.nonzero()[0])] if changed.any() else None
-
-
-@torch.no_grad()
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-    if local.is_complex():
-        local = torch.view_as_real(local)
-    if local.is_meta or local.layout != torch.strided:
-        return torch.zeros((), dtype=torch.int64)
-    return local.view(_WHOLE[local.element_size()]).sum(dtype=torch.int64)

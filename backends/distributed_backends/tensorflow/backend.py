@@ -7,6 +7,7 @@ import distributed_backends.tensorflow.import_tensorflow  # noqa: F401 - before 
 # isort: split
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -44,7 +45,8 @@ from distributed_backends.tensorflow.optimizers import (
     has_schedule,
     in_width,
 )
-from distributed_backends.tensorflow.state import export_keras, import_keras
+from distributed_backends.tensorflow.settings import KerasSettings
+from distributed_backends.tensorflow.state import as_torch, export_keras, import_keras, named_variables
 from distributed_backends.tensorflow.step import LossScale, StepFunctions, StepOptions, Taken
 from distributed_backends.tensorflow.strategy import make_strategy
 from distributed_backends.tensorflow.values import as_array, as_tensors, to_array, tupled
@@ -307,6 +309,24 @@ class TensorFlowBackend(GroupMixin, Backend):
                 before = found.get(name, (0.0, 0.0))
                 found[name] = (before[0] + float(total), before[1] + float(count))
         return found
+
+    # -- what callbacks may change -------------------------------------------------------
+
+    trains_copies = False
+
+    def settings(self) -> KerasSettings:
+        return KerasSettings(self, self.module, self.optimizer)
+
+    def held_weights(self) -> dict[str, Any]:
+        return {name: as_torch(variable) for name, variable in named_variables(self.module).items()}
+
+    def replicated(self) -> dict[str, Any]:
+        trained = {id(variable) for variable in self.module.trainable_variables}
+        named = named_variables(self.module).items()
+        return {name: as_torch(variable) for name, variable in named if id(variable) in trained}
+
+    def callback_scope(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     # -- state ---------------------------------------------------------------------------
 

@@ -152,10 +152,11 @@ def _cut(name: str, key: str, variable: Any, part: int, parts: int, rank: int) -
     start, end = length * part // parts, length * (part + 1) // parts
     if rank != 0 and (start == end or parts == 1):
         return []
-    return [Chunk(name, key, shape, start, _to_torch(variable)[start:end].clone())]
+    return [Chunk(name, key, shape, start, as_torch(variable)[start:end].clone())]
 
 
-def _to_torch(variable: Any) -> torch.Tensor:
+def as_torch(variable: Any) -> torch.Tensor:
+    """The values of a variable, flat, in a tensor of their own."""
     array = np.ascontiguousarray(to_array(variable)).reshape(-1)
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
