@@ -93,8 +93,7 @@ class Callback:
         band: when to act among the other callbacks.
         all_ranks: act on every rank; otherwise on rank 0 alone.
 
-    Mutations a callback makes to itself stay in its rank: they do not come back to the
-    caller when `fit` started the ranks.
+    When `fit` has started the ranks, the attributes of rank 0's callbacks return to the caller's at the end.
     """
 
     band: Band = Band.METRICS

@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -116,7 +115,7 @@ def run(
         plan = _profiled(plan)
     job = RankPayload(plan, task, dict(tracker_contexts), choose)
     if plan.mode != "spawn":
-        with isolated_rng() if plan.mode == "in-process" else nullcontext():
+        with isolated_rng():
             loop = run_here(job)
             left = loop.leftover_state()
         return RunResult(loop.history, loop.progress, run_state=left, loop=loop)
