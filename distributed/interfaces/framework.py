@@ -68,8 +68,14 @@ class Framework(ABC):
         """
 
     @abstractmethod
+    def optimizer_of(self, model: Any, optimizer: Any) -> Any:
+        """The optimizer object that the caller holds, given or compiled; None if ranks build it."""
+
+    # `optimizer` is what `optimizer_of` returned, in all that follow.
+
+    @abstractmethod
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
-        """Put the saved model into `model`, and the state of its optimizer into `optimizer` if it is one.
+        """Put the saved model into `model`, and the state of its optimizer into `optimizer` unless None.
 
         Raises:
             UserError: as `load_weights`; or the optimizer has other groups. Nothing has changed then.
@@ -77,15 +83,15 @@ class Framework(ABC):
 
     @abstractmethod
     def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        """True if all tensors of `model`, and of `optimizer` if it is one, are those saved."""
+        """True if all tensors of `model`, and of `optimizer` unless None, are those saved."""
 
     @abstractmethod
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
-        """The whole state of `model`, and of `optimizer` if it is one."""
+        """The whole state of `model`, and of `optimizer` unless None."""
 
     @abstractmethod
     def settings_of(self, model: Any, optimizer: Any) -> Any:
-        """Groups of `optimizer` without tensors, if it is one, as a checkpoint can hold them."""
+        """Groups of `optimizer` without tensors, as a checkpoint can hold them."""
 
     @abstractmethod
     def has_history(self, optimizer: Any) -> bool:

@@ -71,25 +71,24 @@ class TorchFramework(Framework):
     def load_weights(self, reader: StateReader, model: Any) -> None:
         load_full_model(reader, model)
 
+    def optimizer_of(self, model: Any, optimizer: Any) -> Any:
+        return optimizer if isinstance(optimizer, Optimizer) else None
+
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
-        given = isinstance(optimizer, Optimizer)
-        import_replicated(reader, model, optimizer if given else None)
+        import_replicated(reader, model, optimizer)
 
     def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        return holds_values(reader, model, optimizer if isinstance(optimizer, Optimizer) else None)
+        return holds_values(reader, model, optimizer)
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
-        given = isinstance(optimizer, Optimizer)
-        return export_replicated(model, optimizer if given else None, None, 0, 1)
+        return export_replicated(model, optimizer, None, 0, 1)
 
     def settings_of(self, model: Any, optimizer: Any) -> Any:
-        if not isinstance(optimizer, Optimizer):
-            return None
         names = {id(tensor): name for name, tensor in named_tensors(model)[0].items()}
         return export_groups(optimizer, names)
 
     def has_history(self, optimizer: Any) -> bool:
-        return isinstance(optimizer, Optimizer) and len(optimizer.state) > 0
+        return optimizer is not None and len(optimizer.state) > 0
 
     @contextmanager
     def without_history(self, optimizer: Any) -> Iterator[None]:

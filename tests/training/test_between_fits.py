@@ -16,7 +16,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from distributed import Callback, Trainer
+from distributed.errors import UserError
 from distributed.interfaces.callback import Context
+from distributed.launch import caller_objects
+from distributed.system.host_memory import Room
 from distributed.testing.rank_pool import RankPool
 from tests.support import commands
 from tests.support.forking_python import PRELOAD
@@ -256,3 +259,25 @@ def test_leftover_gradients_are_not_trained(
     nn.functional.mse_loss(own.model(X), Y).backward()
     own.trainer(rank_pool, ranks, backend=backend, epochs=1, **fields).fit((X, Y))
     assert own.distance(oracle) < EXACT
+
+
+def test_an_optimizer_without_room_continues_and_is_not_taken_for_cleared(
+    rank_pool: RankPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    oracle, own = Objects(), Objects()
+    run = own.trainer(rank_pool, 2, backend="pytorch-ddp", epochs=1)
+    monkeypatch.setattr(caller_objects, "host_memory", lambda: Room(100, "the free memory of the host"))
+    for change in (nothing, scale_weights):
+        change(oracle)
+        change(own)
+        oracle.train_epoch()
+        run.fit((X, Y))
+        assert not own.optimizer.state
+        pairs = zip(own.model.parameters(), oracle.model.parameters(), strict=True)
+        assert max((a - b).abs().max().item() for a, b in pairs) < EXACT
+    assert ", and the free memory of the host leaves 100 bytes" in caplog.text
+    own.train_epoch()
+    with pytest.raises(UserError, match=r"holds another one now.*Clear it \(optimizer.state.clear"):
+        run.fit((X, Y))
+    own.optimizer.state.clear()
+    run.fit((X, Y))

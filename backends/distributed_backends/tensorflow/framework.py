@@ -69,11 +69,15 @@ class TensorFlowObjects(Framework):
     def load_weights(self, reader: StateReader, model: Any) -> None:
         fill_model(reader, model)
 
+    def optimizer_of(self, model: Any, optimizer: Any) -> Any:
+        own = _compiled(model, "optimizer") if optimizer is None else optimizer
+        return own if isinstance(own, keras.optimizers.Optimizer) else None
+
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
-        holder = _holder(model, optimizer)
-        if holder is None:
+        if optimizer is None:
             fill_model(reader, model)
         else:
+            holder = _holder(model, optimizer)
             import_keras(reader, model, holder)
             holder.write_rate()
 
@@ -81,11 +85,11 @@ class TensorFlowObjects(Framework):
         return holds_values(reader, self.state_of(model, optimizer))
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
-        return export_keras(model, _holder(model, optimizer), None, 0, 1)
+        holder = None if optimizer is None else _holder(model, optimizer)
+        return export_keras(model, holder, None, 0, 1)
 
     def settings_of(self, model: Any, optimizer: Any) -> Any:
-        holder = _holder(model, optimizer)
-        return None if holder is None else keras.saving.serialize_keras_object(holder.keras)
+        return keras.saving.serialize_keras_object(optimizer)
 
     def has_history(self, optimizer: Any) -> bool:
         return False  # it is packed with its values
@@ -123,14 +127,10 @@ class TensorFlowObjects(Framework):
         return replace(task, model=model, optimizer=optimizer, loss_fn=loss, metrics=metrics or task.metrics)
 
 
-def _holder(model: Any, optimizer: Any) -> RateHolder | None:
-    """Hold the optimizer that was given or compiled; None if there is none yet."""
-    own = _compiled(model, "optimizer") if optimizer is None else optimizer
-    if not isinstance(own, keras.optimizers.Optimizer):
-        return None
+def _holder(model: Any, optimizer: Any) -> RateHolder:
     with in_width(widest(model)):
-        own.build(model.trainable_variables)
-    return RateHolder(own, 0.0)
+        optimizer.build(model.trainable_variables)
+    return RateHolder(optimizer, 0.0)
 
 
 def _compiled(model: Any, name: str) -> Any:
