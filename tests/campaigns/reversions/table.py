@@ -55,6 +55,14 @@ def _nothing(present: Any) -> Any:
     return lambda *args, **kwargs: None
 
 
+def _always(present: Any) -> Any:
+    return lambda *args, **kwargs: True
+
+
+def _never(present: Any) -> Any:
+    return lambda *args, **kwargs: False
+
+
 def _unchanged(present: Any) -> Any:
     return lambda plan: plan
 
@@ -110,6 +118,7 @@ def _read_all_parameters(present: Any) -> Any:
     return build
 
 
+_FITS = "tests/training/test_between_fits.py::"
 _STREAMS = "tests/data/test_stream_checks.py::"
 _LOADERS = "tests/data/test_loader_classes.py::"
 _PLACEHOLDERS = "tests/data/test_placeholders.py::"
@@ -238,6 +247,31 @@ REVERSIONS = {
         "Joined ranks without validation keep BatchNorm statistics of their own",
         "distributed.training.loop", "TrainingLoop._share_buffers", _nothing,
         "tests/communication/test_joined.py::test_torchrun",
+    ),
+    "weights between fits": Reversion(
+        "A second fit on started ranks continues with the ranks' weights, not with those of the script",
+        "distributed.training.torch_framework", "TorchFramework.holds", _always,
+        _FITS + "test_changes_between_fits_are_trained[pytorch-ddp-3]",
+    ),
+    "carried optimizers": Reversion(
+        "Started ranks begin with fresh moments where a script gives an optimizer that has taken steps",
+        "distributed.training.torch_framework", "TorchFramework.has_history", _never,
+        _FITS + "test_an_optimizer_is_carried_on_to_another_trainer[pytorch-ddp-3]",
+    ),
+    "attributes of callbacks": Reversion(
+        "What a callback keeps on started ranks does not return to the script",
+        "distributed.launch.run", "take_objects", _nothing,
+        _FITS + "test_what_a_callback_keeps_comes_back[pytorch-ddp]",
+    ),
+    "written weights": Reversion(
+        "A callback on rank 0 changes weights, with which the other ranks do not train",
+        "distributed.training.agreement", "WatchedSettings._read_digests", _nothing,
+        "tests/training/test_callback_writes.py::test_a_change_on_rank_zero_is_refused[clamp-pytorch-ddp-3-0]",
+    ),
+    "Keras between fits": Reversion(
+        "A second fit on started ranks drops what a script has changed of a Keras model or its optimizer",
+        "distributed_backends.tensorflow.framework", "TensorFlowObjects.holds", _always,
+        "tests/backends/test_keras_between_fits.py::test_a_change_between_two_fits_is_trained[processes]",
     ),
 }  # fmt: skip
 """Name -> fault."""
