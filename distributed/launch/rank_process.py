@@ -51,6 +51,7 @@ class RankPayload:
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
         choose: makes the plan of these ranks, once they have met: what they decide together.
         probe: called in place of training; returns what the caller reads.
+        module_globals: see `returned_objects.module_globals`.
     """
 
     plan: RunPlan
@@ -58,6 +59,7 @@ class RankPayload:
     tracker_contexts: dict[str, Any] = field(default_factory=dict)
     choose: Callable[[RunPlan, Task, Backend], RunPlan] | None = None
     probe: Callable[[RunPlan, Task, Backend, Path], dict[str, Any]] | None = None
+    module_globals: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
 def run_here(
@@ -105,13 +107,19 @@ def run_here(
 
 
 def _train(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path | None) -> TrainingLoop:
+    from distributed.launch.returned_objects import LeftObjects, take_globals
     from distributed.registry.catalog import get_catalog
     from distributed.training.loop import TrainingLoop
 
     loop = TrainingLoop(plan, job.task, backend, get_catalog(), job.tracker_contexts)
+    starts_here = result_dir is not None and backend.world.rank == 0
+    take_globals(job.task, job.module_globals)
+    objects = LeftObjects(job.task) if starts_here else None
     loop.run()
     if result_dir is not None:
         _leave_result(loop, plan, result_dir)
+        if objects is not None:
+            objects.leave(result_dir)
     return loop
 
 
@@ -133,11 +141,8 @@ def _board(plan: RunPlan, backend: Backend) -> FailureBoard | None:
 
 def _leave_result(loop: TrainingLoop, plan: RunPlan, folder: Path) -> None:
     from distributed.launch.final_state import leave_state
-    from distributed.launch.returned_objects import leave_objects
 
     state = leave_state(loop, plan, folder)
-    if loop.world.rank == 0:
-        leave_objects(loop.task, folder)
     if loop.world.local_rank == 0:
         history = loop.backend.broadcast_object(loop.history.to_dict())
         result = {"history": history, "progress": asdict(loop.progress), "state": asdict(state)}

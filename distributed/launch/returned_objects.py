@@ -1,120 +1,159 @@
-"""Attributes of callbacks and of the loss, brought from rank 0 of started ranks to the caller."""
+"""State of callbacks, of the loss and of other functions of a script, brought from rank 0 of started ranks.
+
+What training has changed returns: attributes of objects, and what functions capture, that is variables of the
+functions around them, and globals that they name.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import pickle
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
-import torch
 from torch import nn
 
 from distributed.interfaces.task import Task
+from distributed.launch.refilling import functions, is_imported, parts, refill
 
-__all__ = ["leave_objects", "refill", "take_objects"]
+__all__ = ["LeftObjects", "module_globals", "take_globals", "take_objects"]
 
 logger = logging.getLogger("distributed")
 
 _FILE = "objects.bin"
 
 
-def leave_objects(task: Task, folder: Path) -> None:
-    """Leave the attributes of the callbacks and the loss of `task` in `folder`, each by itself: one that
-    cannot be pickled does not take the others with it."""
-    known = {id(value): name for name, value in _shared(task)}
-    found = [
-        {name: _pickled(value, known) for name, value in _attributes(holder).items()}
-        for holder in _holders(task)
-    ]
-    with suppress(OSError):  # reported where the weights are left
-        (folder / _FILE).write_bytes(pickle.dumps(found))
+class LeftObjects:
+    """Notes what the objects of `task` hold before training, and leaves what has changed."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._known = task, _known(task)
+        self._before = {place: self._digest(value) for place, value in self._values()}
+
+    def leave(self, folder: Path) -> None:
+        """Leave what has changed in `folder`, each by itself: one that cannot be pickled does not take the
+        others with it."""
+        found: dict[tuple[str, str], bytes | None] = {}
+        for place, value in self._values():
+            digest, before = self._digest(value), self._before.get(place, b"")
+            if before is not None and digest != before:
+                file = io.BytesIO()
+                found[place] = file.getvalue() if digest and _pickle(value, file, self._known) else None
+        with suppress(OSError):  # reported where the weights are left
+            (folder / _FILE).write_bytes(pickle.dumps(found))
+
+    def _values(self) -> Iterator[tuple[tuple[str, str], Any]]:
+        for name, holder in _holding(self._task):
+            yield from (((name, part), value) for part, value in parts(holder).items())
+
+    def _digest(self, value: Any) -> bytes | None:
+        """Digest of the pickled value; None if it cannot be pickled."""
+        sink = _Digest()
+        return sink.digest.digest() if _pickle(value, sink, self._known) else None
+
+
+class _Digest(io.RawIOBase):
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return len(data)
+
+
+def _pickle(value: Any, file: Any, known: Mapping[int, str]) -> bool:
+    pickler = cloudpickle.Pickler(file, protocol=5)
+    pickler.persistent_id = lambda part: known.get(id(part))
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - whatever an object of the user raises
+        return False
+    return True
+
+
+def _load(data: bytes, known: Mapping[str, Any]) -> Any:
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
+
+
+def module_globals(task: Task) -> dict[tuple[str, str], bytes]:
+    """Globals that functions of modules name, pickled, for ranks that import the modules anew."""
+    found, known = {}, _known(task)
+    for name, holder in _holding(task):
+        function = getattr(holder, "__func__", holder)
+        if isinstance(function, FunctionType) and is_imported(function):
+            for part, value in parts(function).items():
+                file = io.BytesIO()
+                if _pickle(value, file, known):
+                    found[name, part] = file.getvalue()
+    return found
+
+
+def take_globals(task: Task, found: Mapping[tuple[str, str], bytes]) -> None:
+    """Let the modules of a rank hold what `module_globals` returned in the caller's process."""
+    own, holders = dict(_shared(task)), dict(_holding(task))
+    for (name, part), data in found.items():
+        function = getattr(holders[name], "__func__", holders[name])
+        refill(parts(function), {part: _load(data, own)})
 
 
 def take_objects(task: Task, folder: Path) -> None:
-    """Give the caller's callbacks and loss what rank 0 left in `folder`: lists, dicts, tensors and modules
-    that they held before are filled in place."""
+    """Give the caller's callbacks, loss and functions what rank 0 left in `folder`. Lists, dicts, tensors,
+    modules and other objects that they held before are filled in place."""
     path = folder / _FILE
     if not path.exists():
         return
-    own, lost = dict(_shared(task)), []
-    for holder, found in zip(_holders(task), pickle.loads(path.read_bytes()), strict=True):
-        for name, data in found.items():
-            if data is None:
-                lost += [f"{type(holder).__name__}.{name}"] * (getattr(holder, name, None) is not None)
-                continue
-            unpickler = pickle.Unpickler(io.BytesIO(data))
-            unpickler.persistent_load = own.__getitem__  # type: ignore[method-assign]
-            _set(holder, name, unpickler.load())
+    own, holders, lost = dict(_shared(task)), dict(_holding(task)), []
+    for (name, part), data in pickle.loads(path.read_bytes()).items():
+        if data is None:
+            lost.append(f"{part} of {type(holders[name]).__name__}")
+            continue
+        refill(parts(holders[name]), {part: _load(data, own)})
     path.unlink()
     if lost:
         logger.warning(
-            "%s cannot be pickled, and stays in the caller's object as it was before training. Keep what the"
-            " script reads after fit in other attributes",
+            "%s cannot be pickled, and stays in this process as it was before training. Keep what the script"
+            " reads after fit in other attributes",
             ", ".join(lost),
         )
 
 
-def _holders(task: Task) -> list[Any]:
-    return [*task.callbacks, *([task.loss_fn] if hasattr(task.loss_fn, "__dict__") else [])]
+def _holding(task: Task) -> Iterator[tuple[str, Any]]:
+    """(name, holder) of all, with the methods of those that are objects."""
+    for name, holder in _holders(task):
+        yield name, holder
+        yield from ((f"{name}.{method}", function) for method, function in functions(holder))
 
 
-def _attributes(holder: Any) -> Mapping[str, Any]:
-    return {} if isinstance(holder, type) or callable(getattr(holder, "__code__", None)) else vars(holder)
+def _holders(task: Task) -> Iterator[tuple[str, Any]]:
+    """(name, object) of what may keep something for the script."""
+    yield from ((f"callbacks.{number}", callback) for number, callback in enumerate(task.callbacks))
+    for name in ("loss_fn", "training_step", "validation_step"):
+        if getattr(task, name) is not None:
+            yield name, getattr(task, name)
+    yield from ((f"metrics.{name}", metric) for name, metric in (task.metrics or {}).items())
+
+
+def _known(task: Task) -> dict[int, str]:
+    return {id(value): name for name, value in _shared(task)}
 
 
 def _shared(task: Task) -> Iterator[tuple[str, Any]]:
-    """(name, object) of what the caller and the ranks both have, and callbacks may refer to."""
-    for name in ("optimizer", "scheduler", "loss_fn", "training_step", "validation_step", "train_data"):
+    """(name, object) of what the caller and the ranks both have, and others may refer to."""
+    for name in ("optimizer", "scheduler", "train_data"):
         if getattr(task, name) is not None:
             yield name, getattr(task, name)
-    for number, callback in enumerate(task.callbacks):
-        yield f"callbacks.{number}", callback
+    yield from _holders(task)
     if isinstance(task.model, nn.Module):
         yield from ((f"module {name}", part) for name, part in task.model.named_modules())
         yield from ((f"tensor {name}", part) for name, part in task.model.named_parameters())
         yield from ((f"tensor {name}", part) for name, part in task.model.named_buffers())
     elif task.model is not None:
         yield "model", task.model
-
-
-def _pickled(value: Any, known: Mapping[int, str]) -> bytes | None:
-    file = io.BytesIO()
-    pickler = cloudpickle.Pickler(file, protocol=5)
-    pickler.persistent_id = lambda part: known.get(id(part))
-    try:
-        pickler.dump(value)
-    except Exception:  # noqa: BLE001 - whatever an object of the user raises
-        return None
-    return file.getvalue()
-
-
-def _set(holder: Any, name: str, value: Any) -> None:
-    own = getattr(holder, name, None)
-    if own is not value and not refill(own, value):
-        setattr(holder, name, value)
-
-
-def refill(own: Any, value: Any) -> bool:
-    """Let the object `own` hold what `value` does; False if it cannot."""
-    if type(own) is not type(value):
-        return False
-    if isinstance(own, (list, deque, set, dict)):
-        held = list(value.items()) if isinstance(value, dict) else list(value)
-        own.clear()
-        own.update(held) if isinstance(own, (set, dict)) else own.extend(held)
-        return True
-    if isinstance(own, torch.Tensor) and own.shape == value.shape and own.dtype == value.dtype:
-        with torch.no_grad():
-            own.copy_(value)
-        return True
-    if isinstance(own, nn.Module):
-        with suppress(RuntimeError):
-            own.load_state_dict(value.state_dict())
-            return True
-    return False

@@ -31,7 +31,7 @@ from distributed.launch.final_state import FinalState, check_room
 from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RESULT, RankPayload, run_here
-from distributed.launch.returned_objects import take_objects
+from distributed.launch.returned_objects import module_globals, take_objects
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
@@ -128,7 +128,7 @@ def run(
         starter.prepare(plan)
         framework: Framework = load_target(plan.spec.objects)()
         with bring(task, framework, path):
-            job.task = framework.pack(task)
+            job.task, job.module_globals = framework.pack(task), module_globals(task)
             _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))

@@ -1,0 +1,153 @@
+"""Objects filled in place with what a copy of them holds, so that all names of them see it."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, MutableMapping
+from operator import attrgetter
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["functions", "is_imported", "parts", "refill"]
+
+_CAPTURED = (list, deque, dict, set, int, float, str, type(None), Tensor, np.ndarray)
+_OWN = ("distributed", "distributed_backends", "distributed_plugins", "torch", "builtins")
+_LARGE = 2**24
+"""Bytes of a captured tensor from which on it counts as data, which nothing changes."""
+
+
+def parts(holder: Any) -> MutableMapping[str, Any]:
+    """What `holder` keeps by name: attributes of an object; variables of a function; those of a method's
+    object."""
+    if isinstance(holder, MethodType):
+        return parts(holder.__self__)
+    if isinstance(holder, FunctionType):
+        return _Variables(holder)
+    plain = hasattr(holder, "__dict__") and not isinstance(holder, (type, ModuleType))
+    return vars(holder) if plain else {}
+
+
+class _Variables(MutableMapping[str, Any]):
+    """Variables of the functions around `function`, and globals that it names, as far as they hold plain
+    values, containers, small tensors or arrays."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._globals = function.__globals__
+        self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        self._names = dict.fromkeys([*self._cells, *_names(function.__code__, self._globals, set())])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if self._is_kept(name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._cells:
+            return self._globals[name]
+        try:
+            return self._cells[name].cell_contents
+        except ValueError:  # empty until it is assigned
+            raise KeyError(name) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self._cells:
+            self._cells[name].cell_contents = value
+        else:
+            self._globals[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _is_kept(self, name: str) -> bool:
+        value = self.get(name, _Variables)
+        plain = isinstance(value, _CAPTURED) or (name in self._cells and not callable(value))
+        return plain and getattr(value, "nbytes", 0) < _LARGE
+
+
+def _names(code: CodeType, known: Mapping[str, Any], done: set[CodeType]) -> Iterator[str]:
+    """Names that `code`, functions inside it, and functions of the same module that it calls may read of the
+    globals `known`."""
+    done.add(code)
+    for name in code.co_names:
+        yield name
+        called = known.get(name)
+        if isinstance(called, FunctionType) and called.__globals__ is known and called.__code__ not in done:
+            yield from _names(called.__code__, known, done)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant, known, done)
+
+
+def is_imported(function: Any) -> bool:
+    """True if other processes import `function` with its module, whose globals begin anew there."""
+    if function.__module__ == "__main__":
+        return False
+    try:
+        return attrgetter(function.__qualname__)(sys.modules[function.__module__]) is function
+    except (AttributeError, KeyError):
+        return False
+
+
+def functions(holder: Any) -> Iterator[tuple[str, FunctionType]]:
+    """(name, function) of the methods of `holder` that a script has written."""
+    owner = holder.__self__ if isinstance(holder, MethodType) else holder
+    for kind in type(owner).__mro__[:-1]:
+        if kind.__module__.partition(".")[0] not in _OWN:
+            yield from ((name, part) for name, part in vars(kind).items() if isinstance(part, FunctionType))
+
+
+def refill(own: MutableMapping[str, Any], values: Mapping[str, Any], done: set[int] | None = None) -> None:
+    """Let each name of `values` in `own` hold what it does there: filled in place, or else replaced."""
+    done = set() if done is None else done
+    for name, value in values.items():
+        present = own.get(name)
+        if present is not value and not _fill(present, value, done):
+            own[name] = value
+
+
+def _fill(own: Any, value: Any, done: set[int]) -> bool:
+    """Let the object `own` hold what `value` does; False if it cannot."""
+    if type(own) is not type(value) or own is value:
+        return own is value
+    if isinstance(own, (Tensor, np.ndarray)):
+        return _fill_array(own, value)
+    if id(own) in done:
+        return True
+    done.add(id(own))
+    if isinstance(own, dict):
+        for name in own.keys() - value.keys():
+            del own[name]
+        refill(own, value, done)
+        return True
+    if isinstance(own, (list, deque, set)):
+        held = list(value)
+        own.clear()
+        own.update(held) if isinstance(own, set) else own.extend(held)
+        return True
+    if isinstance(own, (FunctionType, MethodType)):
+        refill(parts(own), parts(value), done)
+        return True
+    if isinstance(own, nn.Module) or _is_plain(own):
+        return _fill(vars(own), vars(value), done)
+    return False
+
+
+def _fill_array(own: Any, value: Any) -> bool:
+    if own.shape != value.shape or own.dtype != value.dtype:
+        return False
+    with torch.no_grad():
+        own[...] = value
+    return True
+
+
+def _is_plain(value: Any) -> bool:
+    """True if its attributes are all that it holds, as far as pickle can tell."""
+    kind, plain = type(value), ("__reduce__", "__reduce_ex__", "__getstate__")
+    usual = all(getattr(kind, name, None) is getattr(object, name, None) for name in plain)
+    return usual and hasattr(value, "__dict__") and not hasattr(kind, "__setstate__")
