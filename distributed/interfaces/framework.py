@@ -82,16 +82,12 @@ class Framework(ABC):
         """
 
     @abstractmethod
-    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        """True if all tensors of `model`, and of `optimizer` unless None, are those saved."""
+    def digest(self, value: Any) -> str:
+        """Text that differs when a value that `value` holds does, which is a model or an optimizer."""
 
     @abstractmethod
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
         """The whole state of `model`, and of `optimizer` unless None."""
-
-    @abstractmethod
-    def settings_of(self, model: Any, optimizer: Any) -> Any:
-        """Groups of `optimizer` without tensors, as a checkpoint can hold them."""
 
     @abstractmethod
     def has_history(self, optimizer: Any) -> bool:

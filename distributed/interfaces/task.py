@@ -57,7 +57,7 @@ class Task:
         state_dir: a portable checkpoint to load before the first step, or None.
         given_dir: a portable checkpoint of what the caller's objects hold, where that is not what `state_dir`
             has, or None.
-        held: settings of the caller's optimizer and scheduler as an earlier `fit` left them; not for ranks.
+        held: digests of the caller's objects as an earlier `fit` left them; not for ranks.
         run_state: what an earlier `fit` in the same process left behind (scaler, RNG).
     """
 

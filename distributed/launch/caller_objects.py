@@ -12,7 +12,6 @@ from typing import Any
 
 from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.chunk_index import ITEM_SIZES
-from distributed.checkpoint.codec import encode
 from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
 from distributed.interfaces.collectives import OneRank
@@ -21,6 +20,7 @@ from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Progress, Task
 from distributed.system.disk_room import needs_room, readable
 from distributed.system.host_memory import host_memory
+from distributed.system.tensors import digest_of
 
 __all__ = ["bring", "take_back"]
 
@@ -51,16 +51,13 @@ def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextMana
     if not framework.is_model(task.model):
         return nullcontext()
     optimizer = framework.optimizer_of(task.model, task.optimizer)
-    has_history = framework.has_history(optimizer)
+    has_history, first = framework.has_history(optimizer), task.state_dir is None
+    now = {} if first and not has_history else _digests(task, framework)
     if held is not None and held["is_apart"]:
-        if has_history:
+        if has_history or held["optimizer"] != now["optimizer"]:
             raise _ambiguous(optimizer)
         optimizer = None
-    if task.state_dir is None:
-        changed = has_history
-    else:
-        same = held is not None and held["settings"] == _settings(task, framework)
-        changed = not same or not framework.holds(PortableReader(task.state_dir), task.model, optimizer)
+    changed = has_history if first else held is None or any(held[name] != now[name] for name in now)
     if changed:
         given = {"scheduler": task.scheduler.state_dict()} if _has_state(task.scheduler) else {}
         store = PortableCheckpointer(str(folder / "given"), keep_last=None)
@@ -95,7 +92,7 @@ def take_back(reader: PortableReader, task: Task, framework: Framework) -> dict[
     scheduler = reader.extra.get("scheduler")
     if scheduler is not None and _has_state(task.scheduler):
         task.scheduler.load_state_dict(scheduler)
-    return {"settings": _settings(task, framework), "is_apart": reason is not None}
+    return {**_digests(task, framework), "is_apart": reason is not None}
 
 
 def _lack_of_memory(reader: PortableReader) -> str | None:
@@ -112,12 +109,12 @@ def _lack_of_memory(reader: PortableReader) -> str | None:
 
 def _ambiguous(optimizer: Any) -> UserError:
     return UserError(
-        "the state of the optimizer did not return to this process after the last fit, and it holds another"
-        " one now: it cannot be seen which of the two is meant",
+        "the state of the optimizer did not return to this process after the last fit, and the optimizer has"
+        " been changed here since: it cannot be seen which of the two is meant",
         field="optimizer",
-        got=f"{type(optimizer).__name__} with state",
-        allowed="an optimizer without state, with which the training continues",
-        remedy="Clear it (optimizer.state.clear()) to continue, or give it to a new Trainer to begin with it",
+        got=type(optimizer).__name__,
+        allowed="an optimizer without state and with the settings that it had, with which training continues",
+        remedy="Undo the change (optimizer.state.clear()) to continue, or give it to a new Trainer",
     )
 
 
@@ -125,10 +122,11 @@ def _has_state(scheduler: Any) -> bool:
     return hasattr(scheduler, "state_dict") and not isinstance(scheduler, type)
 
 
-def _settings(task: Task, framework: Framework) -> dict[str, Any]:
-    """What the caller's optimizer and scheduler hold beside tensors, as plain data."""
+def _digests(task: Task, framework: Framework) -> dict[str, str]:
+    """Digests of what the caller's objects hold now."""
     optimizer = framework.optimizer_of(task.model, task.optimizer)
-    found = None if optimizer is None else framework.settings_of(task.model, optimizer)
-    scheduler = task.scheduler.state_dict() if _has_state(task.scheduler) else None
-    plain: dict[str, Any] = encode({"optimizer": found, "scheduler": scheduler}, "scheduler")
-    return plain
+    return {
+        "model": framework.digest(task.model),
+        "optimizer": "" if optimizer is None else framework.digest(optimizer),
+        "scheduler": digest_of(task.scheduler.state_dict()) if _has_state(task.scheduler) else "",
+    }

@@ -112,6 +112,8 @@ def take_objects(task: Task, folder: Path) -> None:
         return
     own, holders, lost = dict(_shared(task)), dict(_holding(task)), []
     for (name, part), data in pickle.loads(path.read_bytes()).items():
+        if name not in holders:  # it was packed for the ranks
+            continue
         if data is None:
             lost.append(f"{part} of {type(holders[name]).__name__}")
             continue

@@ -66,7 +66,7 @@ class RunResult:
         left: where the final state is, if it is not in `state`.
         run_state: scaler and the like, when the run was in this process.
         loop: the loop, when the run was in this process.
-        held: settings of the caller's optimizer and scheduler, which hold what training left.
+        held: digests of the caller's objects, which hold what training left.
     """
 
     history: History
@@ -128,7 +128,8 @@ def run(
         starter.prepare(plan)
         framework: Framework = load_target(plan.spec.objects)()
         with bring(task, framework, path):
-            job.task, job.module_globals = framework.pack(task), module_globals(task)
+            job.task = framework.pack(task)
+            job.module_globals = module_globals(job.task)
             _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))

@@ -1,11 +1,26 @@
-"""Copies between tensors of any strides."""
+"""Copies between tensors of any strides, and digests of their values."""
 
 from __future__ import annotations
 
+import zlib
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-__all__ = ["assign_values"]
+__all__ = ["assign_values", "digest_of"]
+
+
+def digest_of(values: Any) -> str:
+    """Text that differs when a tensor in the containers `values` has another byte, or another value in them
+    another ``repr``."""
+    return repr(tree_map_only(Tensor, _digest, values))
+
+
+def _digest(tensor: Tensor) -> tuple[torch.dtype, torch.Size, int]:
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return tensor.dtype, tensor.shape, zlib.crc32(plain.view(torch.uint8).numpy().data)
 
 
 @torch.no_grad()

@@ -9,19 +9,17 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from distributed.checkpoint.optimizer_state import export_groups
-from distributed.checkpoint.same_values import holds_values
 from distributed.checkpoint.torch_state import (
     export_replicated,
     import_replicated,
     load_full_model,
-    named_tensors,
 )
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.system.devices import visible_gpus
+from distributed.system.tensors import digest_of
 from distributed.training.optimizers import build_model, check_optimizer, check_trainable
 from distributed.training.task_checks import check_task
 
@@ -77,15 +75,11 @@ class TorchFramework(Framework):
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
         import_replicated(reader, model, optimizer)
 
-    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        return holds_values(reader, model, optimizer)
+    def digest(self, value: Any) -> str:
+        return digest_of(value.state_dict())
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
         return export_replicated(model, optimizer, None, 0, 1)
-
-    def settings_of(self, model: Any, optimizer: Any) -> Any:
-        names = {id(tensor): name for name, tensor in named_tensors(model)[0].items()}
-        return export_groups(optimizer, names)
 
     def has_history(self, optimizer: Any) -> bool:
         return optimizer is not None and len(optimizer.state) > 0

@@ -18,6 +18,7 @@ from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
+from distributed.system.tensors import digest_of
 from distributed_backends.tensorflow.data import read_data
 from distributed_backends.tensorflow.models import (
     PackedLoss,
@@ -30,7 +31,7 @@ from distributed_backends.tensorflow.models import (
     widest,
 )
 from distributed_backends.tensorflow.optimizers import RateHolder, in_width
-from distributed_backends.tensorflow.state import export_keras, fill_model, holds_values, import_keras
+from distributed_backends.tensorflow.state import as_torch, export_keras, fill_model, import_keras
 
 
 class TensorFlowObjects(Framework):
@@ -81,15 +82,13 @@ class TensorFlowObjects(Framework):
             import_keras(reader, model, holder)
             holder.write_rate()
 
-    def holds(self, reader: StateReader, model: Any, optimizer: Any) -> bool:
-        return holds_values(reader, self.state_of(model, optimizer))
+    def digest(self, value: Any) -> str:
+        settings = None if self.is_model(value) else keras.saving.serialize_keras_object(value)
+        return digest_of([[as_torch(variable) for variable in value.variables], settings])
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
         holder = None if optimizer is None else _holder(model, optimizer)
         return export_keras(model, holder, None, 0, 1)
-
-    def settings_of(self, model: Any, optimizer: Any) -> Any:
-        return keras.saving.serialize_keras_object(optimizer)
 
     def has_history(self, optimizer: Any) -> bool:
         return False  # it is packed with its values

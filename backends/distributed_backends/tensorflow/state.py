@@ -118,19 +118,6 @@ def export_keras(
     return state
 
 
-def holds_values(reader: StateReader, state: BackendState) -> bool:
-    """True if the saved tensors, and the optimizer's numbers, are those of `state`, which is whole."""
-    shapes = reader.tensors()
-    for chunk in state.chunks:
-        if shapes.get((chunk.key, chunk.name)) != tuple(chunk.shape):
-            return False
-        saved = reader.read(chunk.key, chunk.name).flatten().to(chunk.data.dtype)
-        if not torch.equal(saved.nan_to_num(), chunk.data.nan_to_num()):
-            return False
-    plain = ("iterations", "numbers")
-    return not state.groups or all(state.groups[0][key] == reader.groups[0].get(key) for key in plain)
-
-
 def _numbers(optimizer: Any, covered: set[int]) -> list[Any]:
     """Variables of the optimizer as a whole, such as Nadam's product of momenta."""
     left = [v for v in optimizer.variables if id(v) not in covered and v.name not in _OWN]
