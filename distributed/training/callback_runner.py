@@ -7,7 +7,7 @@ from typing import Any
 
 from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
-from distributed.interfaces.callback import Callback, Context
+from distributed.interfaces.callback import Callback, Context, listed
 from distributed.registry.catalog import Catalog
 
 
@@ -36,7 +36,7 @@ class CallbackRunner:
         """Collect the callbacks of this rank."""
         found = list(self.given)
         for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
-            found += registered
+            found += listed(registered)
         here = [c for c in found if c.all_ranks or self.context.world.rank == 0]
         self.active = sorted(here, key=lambda callback: callback.band)
         self._overridden = {
