@@ -112,9 +112,12 @@ def _train(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path |
     from distributed.training.loop import TrainingLoop
 
     loop = TrainingLoop(plan, job.task, backend, get_catalog(), job.tracker_contexts)
-    loop.run()
-    if result_dir is not None:
-        _leave_result(loop, plan, result_dir)
+    try:
+        loop.run()
+        if result_dir is not None:
+            _leave_result(loop, plan, result_dir)
+    finally:
+        loop.trackers.finish("failed")
     return loop
 
 

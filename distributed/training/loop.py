@@ -148,7 +148,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             raise
         finally:
             self.saver.abandon()
-            self.trackers.finish(status)
+            self.trackers.close(status)
             try:
                 self.callbacks.notify("on_run_end", status)
             finally:
@@ -388,7 +388,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         }
         checkpoint = self.history.checkpoint
         place = run_position(self.plan, self.backend, self.progress, self.total_steps, checkpoint)
-        self.trackers.start(params, place)
+        self.trackers.start(params, place, self.state.name_run(self.backend, self.task.training))
         collect_as_usual()
         self.callbacks.notify("on_run_start")
 
