@@ -21,7 +21,6 @@ from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.redaction import redact
 from distributed.registry.catalog import Catalog, load_target, require
 from distributed.training.delivery import Delivery, Outbox
-from distributed.training.seeding import same_streams
 
 logger = logging.getLogger("distributed")
 
@@ -51,11 +50,10 @@ def capture_contexts(config: DistributedConfig, catalog: Catalog) -> dict[str, d
     keep to plain values, and is an argument of `Trackers` on rank 0.
     """
     contexts = {}
-    with same_streams():
-        for spec in enabled_trackers(config, catalog):
-            captured = _attempt(spec.name, "capture", _capture, spec)
-            if captured:
-                contexts[spec.name] = captured
+    for spec in enabled_trackers(config, catalog):
+        captured = _attempt(spec.name, "capture", _capture, spec)
+        if captured:
+            contexts[spec.name] = captured
     script = active()
     for name, context in (script.tracker_contexts if script else {}).items():
         contexts[name] = {**contexts.get(name, {}), **context}
