@@ -244,9 +244,7 @@ def _as_word(value: Any) -> Any:
 
 def _as_folder(name: str | None) -> str | None:
     if name and (name.startswith("/") or ".." in name.split("/")):
-        raise ValueError(
-            "names a folder, which would be outside of tensorboard_dir: leave out / at its begin and .."
-        )
+        raise ValueError("names a folder, which would be outside of tensorboard_dir")
     return name
 
 

@@ -90,6 +90,8 @@ class Delivery:
         context: of the tracker, beside what it keeps by itself.
 
     Attributes:
+        first: the tracker that is started first.
+        target: where it writes, without secrets.
         delivered: lines that the tracker got by this delivery.
         problem: why it ended early; None if it did not.
     """
@@ -105,7 +107,8 @@ class Delivery:
         self.path, self.spec, self.make, self.training = path, spec, make, training
         self.context = dict(context)
         self.params = self.context.pop("params", {})
-        self.first = make()
+        self._unused: Tracker | None = make()
+        self.first = self._unused
         self.first.context = dict(self.context)
         self.target = redact_text(self.first.target())
         self.delivered, self.problem = 0, ""
@@ -222,7 +225,7 @@ class Delivery:
 
     def _open(self, uncertain: bool) -> None:
         self._method = "start"
-        tracker = self.make()
+        tracker, self._unused = self._unused or self.make(), None
         tracker.context = {**self.context, **self._state["kept"]}
         tracker.training, tracker.uncertain = self.training, uncertain
         tracker.place = Place(**self._start["place"])

@@ -294,7 +294,9 @@ class MLflowTracker(Tracker):
             known = _key(name)
             if known in self._names.values() or not name:
                 known = f"{known[:240]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
-                logger.warning("MLflow cannot have the metric %r beside others, and calls it %r", name, known)
+                logger.warning(
+                    "MLflow cannot have the metric '%s' beside others, and calls it '%s'", name, known
+                )
             self._names[name] = known
         return known
 
