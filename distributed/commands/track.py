@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from distributed.commands.parser import add_set
 from distributed.errors import UserError
 
 if TYPE_CHECKING:
+    from distributed.config import DistributedConfig
     from distributed.training.delivery import Delivery
 
 
@@ -18,14 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     summary = "Deliver to the trackers of a run, once, what they did not get while it ran."
     sync = actions.add_parser("sync", help=summary, description=summary)
-    sync.add_argument(
-        "folder", metavar="RUN_FOLDER", help="checkpoint_dir or tracking.record_dir of the run, or its file."
-    )
-    add_set(
-        sync,
-        "Change a field of the run, such as tracking.mlflow_tracking_uri: another server gets the whole"
-        " training.",
-    )
+    about = "checkpoint_dir or tracking.record_dir of the run, or one of its tracking-*.jsonl."
+    sync.add_argument("folder", metavar="RUN_FOLDER", help=about)
+    add_set(sync, "Change a field of the run: another tracking.mlflow_tracking_uri gets the whole training.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,9 +32,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: no such run, or it is being recorded.
     """
-    from distributed.training.delivery import outboxes
+    from distributed.config.load import parse_assignments
 
-    files = outboxes(Path(args.folder))
+    path, failed = Path(args.folder), 0
+    files = [path] if path.is_file() else sorted(path.glob("tracking-*.jsonl"))
     if not files:
         raise UserError(
             "no run with trackers has left a record here",
@@ -44,57 +43,53 @@ def run(args: argparse.Namespace) -> int:
             got=args.folder,
             allowed="a folder with tracking-*.jsonl: a run's checkpoint_dir or tracking.record_dir",
         )
-    return max([_sync(file, args.set) for file in files])
-
-
-def _sync(file: Path, changes: list[str]) -> int:
-    failed = 0
-    for delivery in _deliveries(file, changes):
-        name = f"{file.name}: {delivery.spec.name}"
-        try:
-            delivery.run()
-        except BlockingIOError:
-            raise UserError(
-                "another process delivers the records of this run",
-                field="RUN_FOLDER",
-                got=str(file),
-                remedy="Wait until the run has ended",
-            ) from None
-        except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-            print(f"{name}: {delivery.delivered} records delivered, then {type(error).__name__}: {error}")
-            failed = 1
-            continue
-        print(f"{name}: {delivery.delivered} records delivered to {delivery.target or 'the tracker'}")
+    for file in files:
+        for delivery in _deliveries(file, parse_assignments(args.set)):
+            failed |= _deliver(delivery)
     return failed
 
 
-def _deliveries(file: Path, changes: list[str]) -> list[Delivery]:
+def _deliver(delivery: Delivery) -> int:
+    problem = ""
+    try:
+        delivery.run()
+    except BlockingIOError:
+        raise UserError(
+            "another process delivers the records of this run",
+            field="RUN_FOLDER",
+            got=str(delivery.path),
+            remedy="Wait until the run has ended",
+        ) from None
+    except Exception as error:  # noqa: BLE001 - third-party code may raise anything
+        problem = f", then {type(error).__name__}: {error}"
+    print(f"{delivery.path.name}: {delivery.delivered} records delivered to {delivery.title}{problem}")
+    return int(bool(problem))
+
+
+def _deliveries(file: Path, changes: dict[str, Any]) -> Iterator[Delivery]:
     from distributed.config import Layer, load_layers
-    from distributed.config.load import parse_assignments
     from distributed.redaction import is_redacted
     from distributed.registry.catalog import get_catalog, load_target
     from distributed.system.json_lines import read_lines
     from distributed.training.delivery import Delivery
 
-    starts = [line for _, line in read_lines(file) if line.get("call") == "start"]
-    start: dict[str, Any] = starts[-1] if starts else {"config": {}, "contexts": {}, "training": ""}
-    fields, given = start["config"], parse_assignments(changes)
-    if is_redacted([*fields.values(), *start["contexts"].values()]) and not given:
+    start: dict[str, Any] = {"config": {}, "contexts": {}, "training": ""}
+    for _, line in read_lines(file):
+        start = line if line.get("call") == "start" else start
+    fields, contexts = start["config"], start["contexts"]
+    if is_redacted([fields, contexts]) and not changes:
         raise UserError(
-            "the address has a password, which files of a run leave out",
+            "the address has a password, which the files of a run leave out",
             field="--set",
-            remedy="Give it again, e.g. --set tracking.mlflow_tracking_uri=...",
+            remedy="Give it again, such as --set tracking.mlflow_tracking_uri=...",
         )
-    fields = {name: value for name, value in fields.items() if not is_redacted(value)}
-    config = load_layers([Layer("recorded", fields), Layer("--set", given)])
-    return [
-        Delivery(
-            file,
-            spec,
-            lambda spec=spec: load_target(spec.target)(config),  # type: ignore[misc]
-            start["training"],
-            {**start["contexts"][spec.name], "later": True},
-        )
-        for spec in get_catalog().trackers
-        if spec.name in start["contexts"]
-    ]
+    layer = Layer("recorded", {name: value for name, value in fields.items() if not is_redacted(value)})
+    config = load_layers([layer, Layer("--set", changes)])
+
+    def make(target: str, config: DistributedConfig = config) -> Any:
+        return load_target(target)(config)
+
+    for spec in get_catalog().trackers:
+        if spec.name in contexts:
+            context = {**contexts[spec.name], "later": True}
+            yield Delivery(file, spec, partial(make, spec.target), start["training"], context)

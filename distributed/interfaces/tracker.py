@@ -101,7 +101,7 @@ class Tracker(ABC):
     """
 
     context: dict[str, Any]
-    place: Place
+    place: Place = Place()
     training: str = ""
     uncertain: bool = False
     limit: float = 6.0

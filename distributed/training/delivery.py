@@ -26,7 +26,7 @@ from distributed.system.json_lines import append_line, read_lines
 from distributed.system.private_folders import PrivateFolder
 from distributed.system.random_numbers import draw_apart
 
-__all__ = ["Delivery", "Outbox", "outboxes"]
+__all__ = ["Delivery", "Outbox"]
 
 logger = logging.getLogger("distributed")
 
@@ -51,8 +51,8 @@ class Outbox:
     """
 
     def __init__(self, folder: str | None, training: str) -> None:
-        self.folder = Path(folder) if folder is not None else _folder_without_run()
-        self.path = (self.folder / f"tracking-{training[:16]}.jsonl").absolute()
+        found = _folder_without_run() if folder is None else Path(folder)
+        self.path = (found / f"tracking-{training[:16]}.jsonl").absolute()
         # Steps that an earlier attempt recorded, and is not to record again: the last, and its names.
         self._done: dict[str, tuple[int, set[str]]] = {}
         for _, line in read_lines(self.path) if self.path.exists() else ():
@@ -91,9 +91,8 @@ class Delivery:
 
     Attributes:
         first: the tracker that is started first.
-        target: where it writes, without secrets.
+        target, title: where it writes, without secrets, and this with its name.
         delivered: lines that the tracker got by this delivery.
-        problem: why it ended early; None if it did not.
     """
 
     def __init__(
@@ -111,7 +110,8 @@ class Delivery:
         self.first = self._unused
         self.first.context = dict(self.context)
         self.target = redact_text(self.first.target())
-        self.delivered, self.problem = 0, ""
+        self.title = f"'{spec.name}'" + (f" ({self.target})" if self.target else "")
+        self.delivered = 0
         self._tracker: Tracker | None = None
         self._start: dict[str, Any] = {"args": [{}], "place": {}}
         self._state: dict[str, Any] = {"offset": 0, "sending": 0, "kept": {}}
@@ -128,7 +128,7 @@ class Delivery:
 
     def watch(self) -> None:
         """Warn, once, of a tracker that does not answer."""
-        if not self.problem and time.monotonic() - self._progress > _SILENCE and self._pending():
+        if time.monotonic() - self._progress > _SILENCE:
             self._warn(f"has not answered in {self._method} for {_SILENCE:.0f} s")
 
     def close(self) -> None:
@@ -148,10 +148,9 @@ class Delivery:
     def _warn(self, what: str) -> None:
         if not self._warned:
             logger.warning(
-                "tracker '%s'%s %s; training continues. What it did not get is kept, and"
+                "tracker %s %s; training continues. What it did not get is kept, and"
                 " `python -m distributed.cli track sync %s` delivers it",
-                self.spec.name,
-                f" ({self.target})" if self.target else "",
+                self.title,
                 what,
                 shlex.quote(str(self.path)),
             )
@@ -173,9 +172,8 @@ class Delivery:
         try:
             self._deliver(wait=True)
         except Exception as error:  # noqa: BLE001 - third-party code may raise anything
-            self.problem = f"{type(error).__name__}: {error}"
             if not self._left:
-                self._warn(f"failed in {self._method} and is dropped: {self.problem}")
+                self._warn(f"failed in {self._method} and is dropped: {type(error).__name__}: {error}")
 
     def _deliver(self, wait: bool) -> None:
         self._acquire(wait)
@@ -185,7 +183,7 @@ class Delivery:
             self._state["target"] = self.target
             position = 0
             while not self._left:
-                closing = self._closing.is_set()
+                closing, self._progress = self._closing.is_set(), time.monotonic()
                 lines = list(read_lines(self.path, position))
                 if lines:
                     position = lines[-1][0]
@@ -220,7 +218,6 @@ class Delivery:
             self._tracker.flush()
             self._state["kept"] = self._tracker.kept()
         self.delivered += len(fresh)
-        self._progress = time.monotonic()
         self._save(offset=lines[-1][0])
 
     def _open(self, uncertain: bool) -> None:
@@ -260,9 +257,6 @@ class Delivery:
 
     # -- how far it is ---------------------------------------------------------------
 
-    def _pending(self) -> bool:
-        return bool(self._state["offset"] < self.path.stat().st_size)
-
     def _acquire(self, wait: bool) -> None:
         path = self.path.with_suffix(f".{self.spec.name}")
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -278,17 +272,14 @@ class Delivery:
             if self._left:
                 raise TimeoutError("the run has ended")
             self._state |= values
-            os.pwrite(self._file, json.dumps(self._state).encode() + b"\n", 0)
+            # Without secrets, which the next process has by itself.
+            kept = {n: v for n, v in self._state["kept"].items() if redact(v, n) == v}
+            os.pwrite(self._file, json.dumps({**self._state, "kept": kept}).encode() + b"\n", 0)
 
     def _release(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-
-def outboxes(path: Path) -> list[Path]:
-    """The files of `Outbox` in a folder, or the one at `path`."""
-    return [path] if path.is_file() else sorted(path.glob("tracking-*.jsonl"))
 
 
 def _folder_without_run() -> Path:

@@ -61,7 +61,7 @@ from distributed.training.read_ahead import ReadAhead
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
-from distributed.training.seeding import seed_streams
+from distributed.training.seeding import same_streams, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
 from distributed.training.stop_consensus import Goal, StopConsensus, describe_stop
@@ -388,7 +388,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         }
         checkpoint = self.history.checkpoint
         place = run_position(self.plan, self.backend, self.progress, self.total_steps, checkpoint)
-        self.trackers.start(params, place, self.state.name_run(self.backend, self.task.training))
+        training = self.state.name_run(self.backend, self.task.training)
+        with same_streams():
+            self.trackers.start(params, place, training)
         collect_as_usual()
         self.callbacks.notify("on_run_start")
 

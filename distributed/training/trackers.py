@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from secrets import token_hex
@@ -166,9 +167,12 @@ class Trackers:
     def _each(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker in the loop, of which one that raises is dropped; note it for
         the others."""
-        for name, tracker in list(self._started.items()):
-            if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
-                del self._started[name]
+        from distributed.training.seeding import same_streams
+
+        with same_streams() if self._started else nullcontext():
+            for name, tracker in list(self._started.items()):
+                if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
+                    del self._started[name]
         self._append(method, *args)
 
     def _append(self, method: str, *args: Any) -> None:

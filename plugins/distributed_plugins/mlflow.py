@@ -94,7 +94,7 @@ class MLflowTracker(Tracker):
         self.run_id = ""
         self._pending: list[Any] = []
         self._names: dict[str, str] = {}
-        self._written: set[tuple[str, int, int]] = set()
+        self._written: set[tuple[str, int]] = set()
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -114,14 +114,15 @@ class MLflowTracker(Tracker):
     def target(self) -> str:
         """Address of the store, and the run that is joined there."""
         uri = self._tracking_uri()
-        if uri.partition(":")[0] in ("sqlite", "file") or "://" not in uri:
+        if uri.startswith(("sqlite:", "file:", "/", ".")):
             self.limit = LOCAL_LIMIT
         return f"{uri} {self._joined() or ''}".strip()
 
     def kept(self) -> dict[str, Any]:
         """The store, what chooses the run there, and after `start` the run itself."""
         found = {"tracking_uri": self._tracking_uri(), "variables": {n: self._variable(n) for n in VARIABLES}}
-        return {**found, **({"own_run_id": self.run_id, "names": self._names} if self.run_id else {})}
+        run = {"own_run_id": self.run_id, "names": list(self._names.items())}
+        return {**found, **run} if self.run_id else found
 
     def start(self, params: Mapping[str, Any]) -> None:
         """Join the caller's run, continue that of the training or create one, and record `params`.
@@ -177,7 +178,7 @@ class MLflowTracker(Tracker):
             Exception: MLflow's.
         """
         metrics, self._pending = self._pending, []
-        metrics = [m for m in metrics if (m.key, m.step, m.timestamp) not in self._written]
+        metrics = [m for m in metrics if (m.key, m.step) not in self._written]
         for start in range(0, len(metrics), METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
@@ -241,9 +242,10 @@ class MLflowTracker(Tracker):
                 found = self._children(joined, f"tags.`{TRAINING}` = '{training}'")
                 return str(found[0].info.run_id) if found else None
             self._client.set_tag(joined, TRAINING, training)
-        elif self.uncertain and training and not parent:
+        elif (self.uncertain or self.place.step) and training and not parent:
             where = [self._experiment_id(self._uri)]
             begun = self._client.search_runs(where, f"tags.`{TRAINING}` = '{training}'")
+            self.uncertain = True  # it may have steps that the file of this folder has not
             return str(begun[0].info.run_id) if begun else None
         return joined or (self._find_child(parent) if parent else None)
 
@@ -304,7 +306,7 @@ class MLflowTracker(Tracker):
         """What an earlier attempt may have written without having noted it."""
         for key in self._client.get_run(self.run_id).data.metrics:
             found = self._client.get_metric_history(self.run_id, key)
-            self._written |= {(key, metric.step, metric.timestamp) for metric in found}
+            self._written |= {(key, metric.step) for metric in found}
 
 
 def _key(name: str) -> str:

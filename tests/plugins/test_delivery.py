@@ -296,6 +296,13 @@ def test_a_second_fit_continues_the_run(
     assert board_steps(folder) == STEPS
 
 
+def test_a_resume_into_another_folder_continues_the_run(tmp_path: Path, store: str) -> None:
+    trainer(new_model(), tmp_path / "one", store).fit(DATA, max_steps=6)
+    first = str(tmp_path / "one" / "step_00000004")
+    trainer(new_model(), tmp_path / "two", store, resume_from_checkpoint=first).fit(DATA)
+    check_one_run(store, STEPS)
+
+
 def test_two_trainings_in_one_folder_and_of_one_name_are_two_runs(tmp_path: Path, store: str) -> None:
     for length in (4, 8):
         tracking = {"progress": "off", "mlflow_tracking_uri": store, "run_name": "same"}
