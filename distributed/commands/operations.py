@@ -22,6 +22,7 @@ OPERATIONS = (
         "distributed.commands.calibrate",
         "Measure a hardware profile of this machine for predictions.",
     ),
+    Verb("track", "distributed.commands.track", "Deliver to trackers what they did not get in a run."),
     Verb(
         "report",
         "distributed.commands.report",
@@ -32,5 +33,5 @@ OPERATIONS = (
 
 @hookimpl
 def register_commands(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add ``tune``, ``plan``, ``deploy``, ``bench``, ``calibrate`` and ``report``."""
+    """Add ``tune``, ``plan``, ``deploy``, ``bench``, ``calibrate``, ``track`` and ``report``."""
     add_verbs(subparsers, OPERATIONS)

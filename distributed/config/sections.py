@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -241,6 +242,12 @@ def _as_word(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
+def _as_folder(name: str | None) -> str | None:
+    if name and (name.startswith("/") or ".." in name.split("/")):
+        raise ValueError("names a folder, which would be outside of tensorboard_dir")
+    return name
+
+
 class TrackingSection(Section):
     """Progress bar, trackers and the run record."""
 
@@ -255,7 +262,9 @@ class TrackingSection(Section):
         description="MLflow experiment name; None is Default.",
         json_schema_extra={"flag": "--mlflow-experiment"},
     )
-    run_name: str | None = Field(None, description="Name of the run in the trackers.")
+    run_name: Annotated[str | None, AfterValidator(_as_folder)] = Field(
+        None, description="Name of the run in the trackers."
+    )
     record_dir: str | None = Field(
         None,
         description="Folder for the run record, which `report` reads. None: `checkpoint_dir`, if it is a"

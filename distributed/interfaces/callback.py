@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from distributed.interfaces.task import Progress
 
 __all__ = ["Band", "Callback", "Context"]
+
+_SYNONYMS = {
+    **dict.fromkeys(("train", "training", "fit"), "run"),
+    **dict.fromkeys(("batch", "iteration", "optimizer"), "step"),
+    **dict.fromkeys(("val", "eval", "evaluate", "evaluation", "test"), "validation"),
+    **dict.fromkeys(("begin", "before"), "start"),
+    **dict.fromkeys(("finish", "stop", "after"), "end"),
+    **dict.fromkeys(("save", "saved"), "checkpoint"),
+}
+"""Words of other libraries' events, and ours."""
 
 
 class Band(IntEnum):
@@ -132,7 +143,7 @@ def listed(callbacks: Any) -> list[Callback]:
     """The callbacks that a user has given.
 
     Raises:
-        UserError: about `callbacks`: it is no list, or holds something else.
+        UserError: about `callbacks`: it is no list, holds something else, or has a method for no event.
     """
     if callbacks is None:
         return []
@@ -158,4 +169,30 @@ def listed(callbacks: Any) -> list[Callback]:
             allowed="a list of objects",
             remedy=f"Give callbacks=[{name}()]",
         )
+    for one in found:
+        _check_events(type(one))
     return found
+
+
+def _check_events(kind: type) -> None:
+    """Raise a UserError for a method that is named like an event, and that nothing would call."""
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    unknown = [n for n in dir(kind) if n.startswith("on_") and n not in events and callable(getattr(kind, n))]
+    for name in unknown:
+        words = [_SYNONYMS.get(word, word) for word in name.split("_")]
+        near = max(events, key=lambda event: _likeness(words, event))
+        raise UserError(
+            f"there is no event '{name}', so that {kind.__name__}.{name} would never be called. The nearest"
+            f" is {near}: {(getattr(Callback, near).__doc__ or '').partition('.')[0]}",
+            field="callbacks",
+            got=name,
+            allowed=", ".join(events),
+            remedy=f"Rename it to {near}, or to a name that does not begin with on_ if it is your own helper",
+        )
+
+
+def _likeness(words: list[str], event: str) -> tuple[int, int, float]:
+    """Number of common words without and with ``start`` and ``end``, then how alike the names are."""
+    common = set(words) & set(event.split("_"))
+    ratio = difflib.SequenceMatcher(None, "_".join(words), event).ratio()
+    return len(common - {"start", "end"}), len(common), ratio

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 __all__ = ["Progress", "Task"]
@@ -59,6 +60,7 @@ class Task:
             has, or None.
         held: digests of the caller's objects as an earlier `fit` left them; not for ranks.
         run_state: what an earlier `fit` in the same process left behind (scaler, RNG).
+        training: identifies the training from its first step on, if it does not continue another.
     """
 
     model: Any
@@ -76,3 +78,4 @@ class Task:
     given_dir: str | None = None
     held: dict[str, Any] | None = None
     run_state: dict[str, Any] | None = None
+    training: str = field(default_factory=lambda: token_hex(16))

@@ -67,6 +67,8 @@ class TrackerSpec:
         enabled: whether a config asks for this tracker.
         requires: module names that must be importable.
         install_hint: the command that installs them.
+        beside: whether it runs in a thread beside the loop, which never waits for it; otherwise each of its
+            methods is called in the loop, and must return at once.
     """
 
     name: str
@@ -74,20 +76,36 @@ class TrackerSpec:
     enabled: Callable[[DistributedConfig], bool]
     requires: tuple[str, ...] = ()
     install_hint: str = ""
+    beside: bool = True
 
 
 class Tracker(ABC):
     """Writes one run. Any method that raises gets the tracker dropped with a warning: it
     never stops training.
 
+    It runs in a thread beside the loop, and its queue is a file of the run. A tracker that was dropped, or
+    whose process was killed, gets the rest of the file in the next run of the same training, or by
+    ``track sync``. A training that is resumed, restarted or continued by another `fit` starts a tracker
+    again, with what it `kept`, and repeats no step.
+
     Attributes:
+        training: identifies the training over restarts, resumed runs and further fits; empty if unknown.
+        uncertain: whether an earlier process may have written some of what comes next, and ended before
+            that was noted.
+        limit: seconds that the end of a run waits for it.
+        moment: when the record was made that the next call is about, in seconds since the epoch; None where
+            calls are not deferred.
         context: state of the caller at the start of the run (e.g. the id of an active MLflow
             run), as returned by `capture` in the caller's process.
         place: where the run is and where it begins; known from `start` on.
     """
 
     context: dict[str, Any]
-    place: Place
+    place: Place = Place()
+    training: str = ""
+    uncertain: bool = False
+    limit: float = 6.0
+    moment: float | None = None
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -99,6 +117,19 @@ class Tracker(ABC):
         """What a tracker is given as `context` to write a run within this one; empty when runs do not
         nest. Called after `start`."""
         return {}
+
+    def target(self) -> str:
+        """Where `context` and configuration have the run written, such as the address of a server. Another
+        one than before gets the whole training. Called before `start`; must not wait for it."""
+        return ""
+
+    def kept(self) -> dict[str, Any]:
+        """What becomes part of `context` where this run is continued, as plain data. Before `start`, what
+        another process has to know besides the configuration."""
+        return {}
+
+    def flush(self) -> None:  # noqa: B027 - optional
+        """Return when what was recorded so far is where it belongs. Called twice a second at most."""
 
     @abstractmethod
     def start(self, params: Mapping[str, Any]) -> None:

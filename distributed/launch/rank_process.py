@@ -20,6 +20,7 @@ from distributed.checkpoint.run_directory import RUN
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.task import Task
+from distributed.launch.script_settings import apply_settings
 from distributed.resilience.failure_reports import FailureBoard, FailureReport, forget_chosen_batch
 from distributed.resilience.flight_dumps import leave_dump
 from distributed.resilience.monitor_process import MonitoredRank
@@ -50,6 +51,7 @@ class RankPayload:
     Attributes:
         tracker_contexts: tracker name -> what its `capture` returned in the caller.
         choose: makes the plan of these ranks, once they have met: what they decide together.
+        script_settings: the caller's settings of `logging` and `warnings`.
         probe: called in place of training; returns what the caller reads.
         module_globals: see `returned_objects.module_globals`.
     """
@@ -58,6 +60,7 @@ class RankPayload:
     task: Task
     tracker_contexts: dict[str, Any] = field(default_factory=dict)
     choose: Callable[[RunPlan, Task, Backend], RunPlan] | None = None
+    script_settings: bytes | None = None
     probe: Callable[[RunPlan, Task, Backend, Path], dict[str, Any]] | None = None
     module_globals: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
@@ -115,11 +118,14 @@ def _train(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path |
     starts_here = result_dir is not None and backend.world.rank == 0
     take_globals(job.task, job.module_globals)
     objects = LeftObjects(job.task) if starts_here else None
-    loop.run()
-    if result_dir is not None:
-        _leave_result(loop, plan, result_dir)
-        if objects is not None:
-            objects.leave(result_dir)
+    try:
+        loop.run()
+        if result_dir is not None:
+            _leave_result(loop, plan, result_dir)
+            if objects is not None:
+                objects.leave(result_dir)
+    finally:
+        loop.trackers.finish("failed")
     return loop
 
 
@@ -173,6 +179,8 @@ def run_folder(folder: Path) -> int:
 
         sys.path[:] = json.loads((folder / "sys_path.json").read_text(encoding="utf-8"))
         job: RankPayload = load_task(folder / "task.bin")
+        if job.script_settings is not None:
+            apply_settings(job.script_settings)
         job.plan = _as_placed(job.plan, os.environ)
         _ENDED.append(run_here(job, folder))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank has to be reported

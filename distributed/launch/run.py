@@ -32,6 +32,7 @@ from distributed.launch.forked import search_path
 from distributed.launch.local_launcher import LocalLauncher
 from distributed.launch.rank_process import RESULT, RankPayload, run_here
 from distributed.launch.returned_objects import module_globals, take_objects
+from distributed.launch.script_settings import read_settings
 from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog, load_target
 from distributed.resilience.elastic import read_restarts
@@ -130,6 +131,7 @@ def run(
         with bring(task, framework, path):
             job.task = framework.pack(task)
             job.module_globals = module_globals(job.task)
+            job.script_settings = read_settings()
             _save(job, path / "task.bin")
         check_room(plan, task, framework, path)
         starter.run(plan, RankCommand(_RANK, path))

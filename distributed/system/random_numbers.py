@@ -10,6 +10,12 @@ from typing import Any
 __all__ = ["draw_apart"]
 
 
+class _Apart(random.Random):
+    """A generator that also has the classes of the module `random`, in whose place it is."""
+
+    Random, SystemRandom = random.Random, random.SystemRandom
+
+
 def draw_apart(names: Iterable[str]) -> None:
     """Give modules that draw from Python's generator one of their own.
 
@@ -19,4 +25,4 @@ def draw_apart(names: Iterable[str]) -> None:
     for name in names:
         module: Any = sys.modules.get(name)
         if getattr(module, "random", None) is random:
-            module.random = random.Random()
+            module.random = _Apart()

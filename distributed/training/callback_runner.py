@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distributed.data import mix
 from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
-from distributed.interfaces.callback import Callback, Context
+from distributed.interfaces.callback import Callback, Context, listed
 from distributed.registry.catalog import Catalog
+from distributed.training.seeding import same_streams, seed_numbers
 
 
 class CallbackRunner:
@@ -35,8 +37,9 @@ class CallbackRunner:
     def gather(self) -> None:
         """Collect the callbacks of this rank."""
         found = list(self.given)
-        for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
-            found += registered
+        with same_streams():
+            for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
+                found += listed(registered)
         here = [c for c in found if c.all_ranks or self.context.world.rank == 0]
         self.active = sorted(here, key=lambda callback: callback.band)
         self._overridden = {
@@ -51,20 +54,30 @@ class CallbackRunner:
         self._guarded = settings
 
     def notify(self, event: str, *args: Any) -> None:
-        """Call method `event` of every callback that overrides it with the context and `args`."""
+        """Call method `event` of every callback that overrides it with the context and `args`.
+
+        A callback's random numbers are its own: they follow from seed, step and event alone, and those of
+        training stay as they are.
+        """
         found = self._overridden.get(event)
         if found:
             enter = self.context.backend.timers.enter
             before = enter("callback")
-            for callback in found:
-                self._called = callback
-                if self._guarded is None:
-                    getattr(callback, event)(self.context, *args)
-                    continue
-                with self._guarded.unchanged_by(callback):
-                    getattr(callback, event)(self.context, *args)
+            with same_streams():
+                for callback in found:
+                    self._called = callback
+                    self._seed(event, callback)
+                    if self._guarded is None:
+                        getattr(callback, event)(self.context, *args)
+                        continue
+                    with self._guarded.unchanged_by(callback):
+                        getattr(callback, event)(self.context, *args)
             self._called = None
             enter(before)
+
+    def _seed(self, event: str, callback: Callback) -> None:
+        step = self.context.progress.step
+        seed_numbers(mix(self.context.config.seed, step, event, type(callback).__qualname__))
 
     def refuse_on_rank_zero(self, what: str) -> None:
         """Raise a UserError if the callback that is called acts on rank 0 alone, so that the
@@ -84,14 +97,16 @@ class CallbackRunner:
 
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""
-        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.active]
+        with same_streams():
+            states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.active]
         return [entry for entry in states if entry[1]]
 
     def restore(self, states: Sequence[list[Any]]) -> None:
         """Give each callback the next state of its class. Ranks may have different callbacks."""
         left = list(states)
-        for callback in self.active:
-            found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
-            if found is not None:
-                left.remove(found)
-                callback.load_state_dict(found[1])
+        with same_streams():
+            for callback in self.active:
+                found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
+                if found is not None:
+                    left.remove(found)
+                    callback.load_state_dict(found[1])

@@ -61,7 +61,7 @@ from distributed.training.read_ahead import ReadAhead
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
-from distributed.training.seeding import isolated_rng, seed_streams
+from distributed.training.seeding import same_streams, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
 from distributed.training.stop_consensus import Goal, StopConsensus, describe_stop
@@ -148,7 +148,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             raise
         finally:
             self.saver.abandon()
-            self.trackers.finish(status)
+            self.trackers.close(status)
             try:
                 self.callbacks.notify("on_run_end", status)
             finally:
@@ -359,9 +359,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.records.start()
         # Who calls `fit` again wants further steps; a restarted or resumed run only what is left of its own.
         self.consensus.start(further=task.progress is not None or config.checkpoint.continue_stopped)
-        # What a tracker or callback sets up may draw random numbers, and would again after every restart.
-        with isolated_rng() if config.deterministic else nullcontext():
-            self._announce()
+        self._announce()
 
     def _share_settings(self) -> None:
         """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
@@ -390,7 +388,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         }
         checkpoint = self.history.checkpoint
         place = run_position(self.plan, self.backend, self.progress, self.total_steps, checkpoint)
-        self.trackers.start(params, place)
+        training = self.state.name_run(self.backend, self.task.training)
+        with same_streams():
+            self.trackers.start(params, place, training)
         collect_as_usual()
         self.callbacks.notify("on_run_start")
 

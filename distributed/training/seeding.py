@@ -15,15 +15,24 @@ from distributed.data.order import mix
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Leave the caller's random streams and determinism as they were."""
-    state, strict = capture_rng(), torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+def same_streams() -> Iterator[None]:
+    """Leave random streams as they were."""
+    state = capture_rng()
     try:
         yield
     finally:
         restore_rng(state)
+
+
+@contextmanager
+def isolated_rng() -> Iterator[None]:
+    """Leave the caller's random streams and determinism as they were."""
+    strict, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        with same_streams():
+            yield
+    finally:
         _set_kernels(strict, warn_only, benchmark)
 
 
@@ -45,14 +54,22 @@ def numbers_of_rank(index: int) -> Iterator[None]:
 def seed_streams(seed: int, deterministic: bool) -> None:
     """Seed `random`, NumPy's global generator (when imported) and torch; under
     `deterministic`, allow deterministic kernels only."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # devices that are not in use yet, too
+    seed_numbers(seed)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         _set_kernels(deterministic=True, warn_only=False, benchmark=False)
+
+
+def seed_numbers(seed: int) -> None:
+    """Seed the generators of `capture_rng`."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def _set_kernels(deterministic: bool, warn_only: bool, benchmark: bool) -> None:

@@ -158,10 +158,10 @@ class TrainState:
         """Keep the digests of frozen parameters; those that `restore` loads take precedence."""
         self.frozen_at_start = digests
 
-    def name_run(self, backend: Backend) -> str:
-        """The run's lineage, drawn on rank 0 when there is none yet. Collective."""
+    def name_run(self, backend: Backend, name: str = "") -> str:
+        """The run's lineage: where there is none yet, `name` on rank 0, or drawn there. Collective."""
         if self.lineage is None:
-            self.lineage = str(backend.broadcast_object(secrets.token_hex(16)))
+            self.lineage = str(backend.broadcast_object(name or secrets.token_hex(16)))
         return self.lineage
 
     @property

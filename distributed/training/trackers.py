@@ -1,11 +1,14 @@
-"""Trackers on rank 0: started once, fed at log steps, dropped when they fail."""
+"""Trackers on rank 0: fed at log steps through a file of the run, dropped when they fail."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 from distributed.config import DistributedConfig, explain
@@ -18,7 +21,7 @@ from distributed.interfaces.task import Progress
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.redaction import redact
 from distributed.registry.catalog import Catalog, load_target, require
-from distributed.system.private_folders import PrivateFolder
+from distributed.training.delivery import Delivery, Outbox
 
 logger = logging.getLogger("distributed")
 
@@ -75,8 +78,10 @@ class Trackers:
     ) -> None:
         self.config, self.world, self.catalog, self.contexts = config, world, catalog, contexts
         self._started: dict[str, Tracker] = {}
+        self._outbox: Outbox | None = None
+        self._deliveries: list[Delivery] = []
 
-    def start(self, params: Mapping[str, Any], place: Place | None = None) -> None:
+    def start(self, params: Mapping[str, Any], place: Place | None = None, training: str = "") -> None:
         """Start the trackers that the configuration asks for.
 
         Args:
@@ -84,6 +89,7 @@ class Trackers:
                 (C1). Recorded beside every configuration value that is not None, and wins
                 over one of the same name.
             place: where the run is and begins.
+            training: identifies the training over restarts, resumed runs and further fits.
 
         Raises:
             UserError: a tracker was asked for whose requirements are not installed.
@@ -93,11 +99,36 @@ class Trackers:
         check_trackers(self.config, self.catalog)
         everything = {name: value for name, value, _ in explain(self.config)} | dict(params)
         recorded = {name: _scalar(value) for name, value in redact(everything).items() if value is not None}
-        for spec in enabled_trackers(self.config, self.catalog):
-            context = (self.contexts or {}).get(spec.name, {})
-            tracker = start_tracker(spec, self.config, context, recorded, place)
+        enabled, contexts = enabled_trackers(self.config, self.catalog), self.contexts or {}
+        for spec in (spec for spec in enabled if not spec.beside):
+            tracker = start_tracker(spec, self.config, contexts.get(spec.name, {}), recorded, place)
             if tracker is not None:
                 self._started[spec.name] = tracker
+        beside = [spec for spec in enabled if spec.beside]
+        if beside:
+            names = ", ".join(spec.name for spec in beside)
+            _attempt(names, "start", self._begin, beside, recorded, place, training)
+
+    def _begin(
+        self, specs: Sequence[TrackerSpec], params: Mapping[str, Any], place: Place | None, training: str
+    ) -> None:
+        """Begin to deliver to the trackers that run beside the loop."""
+        training = training or token_hex(16)
+        outbox = Outbox(self.config.record_dir, training)
+        for spec in specs:
+            made = _attempt(spec.name, "start", self._delivery, outbox.path, spec, training)
+            self._deliveries += filter(None, [made])
+        kept = {d.spec.name: {**d.context, "params": d.params, **d.first.kept()} for d in self._deliveries}
+        fields = {name: value for name, value, origin in explain(self.config) if origin != "default"}
+        more = {"training": training, "place": asdict(place or Place()), "config": fields, "contexts": kept}
+        outbox.append("start", params, **more)
+        self._outbox = outbox
+        for delivery in self._deliveries:
+            delivery.begin()
+
+    def _delivery(self, path: Path, spec: TrackerSpec, training: str) -> Delivery:
+        context = (self.contexts or {}).get(spec.name, {})
+        return Delivery(path, spec, lambda: load_target(spec.target)(self.config), training, context)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Record `metrics` at optimizer step `step`."""
@@ -112,35 +143,49 @@ class Trackers:
         self._each("log_checkpoint", path, step)
 
     def log_artifact(self, path: str) -> None:
-        """Record the file or folder `path`."""
+        """Record the file or folder `path`, which has to stay until then."""
         self._each("log_artifact", path)
 
     def log_history(self, history: History) -> None:
-        """Record the whole history of the run as a file."""
-        if not self._started:
-            return
-        try:
-            with PrivateFolder() as folder:
-                path = Path(folder, "history.json")
-                path.write_text(json.dumps(history.to_dict(), indent=1), encoding="utf-8")
-                self.log_artifact(str(path))
-        except OSError as error:
-            logger.warning(
-                "the trackers get no history.json, because no file can be written in the folder of temporary"
-                " files: %s. Set TMPDIR to a folder with free space",
-                error,
-            )
+        """Record the whole history of the run as a file, for trackers beside the loop."""
+        self._append("log_text", "history.json", json.dumps(history.to_dict(), indent=1))
+
+    def close(self, status: str) -> None:
+        """Let every tracker end: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""
+        self._each("finish", status)
+        self._started, self._outbox = {}, None
 
     def finish(self, status: str) -> None:
-        """Close every tracker: `status` is ``finished``, ``stopped`` or ``failed``. May be repeated."""
-        self._each("finish", status)
-        self._started = {}
+        """`close`, unless that was done, and wait for the trackers, each within its limit."""
+        self.close(status)
+        for delivery in self._deliveries:
+            delivery.close()
+        for delivery in self._deliveries:
+            delivery.end()
+        self._deliveries = []
 
     def _each(self, method: str, *args: Any) -> None:
-        """Call `method` of every tracker; one that raises is dropped."""
-        for name, tracker in list(self._started.items()):
-            if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
-                del self._started[name]
+        """Call `method` of every tracker in the loop, of which one that raises is dropped; note it for
+        the others."""
+        from distributed.training.seeding import same_streams
+
+        with same_streams() if self._started else nullcontext():
+            for name, tracker in list(self._started.items()):
+                if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:
+                    del self._started[name]
+        self._append(method, *args)
+
+    def _append(self, method: str, *args: Any) -> None:
+        if self._outbox is None:
+            return
+        try:
+            self._outbox.append(method, *args)
+        except OSError as error:
+            names = ", ".join(delivery.spec.name for delivery in self._deliveries)
+            logger.warning("the trackers (%s) get no further records: %s", names, error)
+            self._outbox = None
+        for delivery in self._deliveries:
+            delivery.watch()
 
 
 def run_position(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 from distributed.config import DistributedConfig
-from distributed.interfaces.callback import Callback
 from distributed.interfaces.task import Task
 
 __all__ = ["find_unused", "warn_of_unused"]
@@ -22,15 +20,13 @@ def warn_of_unused(config: DistributedConfig, task: Task) -> None:
 
 
 def find_unused(config: DistributedConfig, task: Task) -> Iterator[tuple[str, str]]:
-    """(field, argument or method; why it has no effect) of what was set by the user; defaults are not."""
+    """(field or argument; why it has no effect) of what was set by the user; defaults are not."""
     for names, reason in _without_effect(config, task):
         yield from ((name, reason) for name in names if config.origin(name) != "default")
     if not task.val_data:
         reason = "it is computed on validation data, and there is none: give fit(train_loader, val_loader)"
         given = {"metrics": task.metrics, "validation_step": task.validation_step}
         yield from ((name, reason) for name, value in given.items() if value)
-    for callback in task.callbacks:
-        yield from _uncalled(callback)
 
 
 def _without_effect(config: DistributedConfig, task: Task) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -60,13 +56,3 @@ def _without_effect(config: DistributedConfig, task: Task) -> Iterator[tuple[tup
             tuple(f"checkpoint.{name}" for name in ("every_n_steps", "keep_last", "metric")),
             "nothing is saved: set checkpoint_dir",
         )
-
-
-def _uncalled(callback: Any) -> Iterator[tuple[str, str]]:
-    events = [name for name in vars(Callback) if name.startswith("on_")]
-    for name in dir(type(callback)):
-        if name.startswith("on_") and name not in events and callable(getattr(callback, name)):
-            yield (
-                f"{type(callback).__name__}.{name}",
-                f"a callback has no such event. There are {', '.join(sorted(events))}",
-            )

@@ -1,29 +1,32 @@
 """MLflow: parameters, metrics and files of a run, in a run of its own or in the caller's.
 
-Writing one record to a local store takes MLflow some 4 ms, longer than several training
-steps may take. Records are therefore collected and written by a thread, every few seconds
-and many at once. A killed run loses the last few seconds of its metrics at most.
+Records are collected and written many at once, since each takes MLflow some 4 ms in a local store.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import logging
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from distributed.config import DistributedConfig
+from distributed.errors import UserError
 from distributed.interfaces.tracker import Tracker, TrackerSpec, with_common_names
 from distributed.registry.hookspecs import hookimpl
 from distributed.system.random_numbers import draw_apart
 
 __all__ = ["MLflowTracker", "register_trackers"]
 
-FLUSH_SECONDS = 5.0
+logger = logging.getLogger("distributed")
+
 METRICS_PER_BATCH = 1000  # the limits are MLflow's
 PARAMS_PER_BATCH = 100
 LOCAL_STORE = "sqlite:///mlflow.db"
@@ -36,6 +39,11 @@ DRAW_NUMBERS = (
     "urllib3.util.retry",
 )
 """Modules that draw from Python's generator, and what for."""
+VARIABLES = ("MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")
+TRAINING = "distributed.training"
+"""Tag of a run: the training that it holds."""
+LOCAL_LIMIT = 60.0
+"""Seconds that the end of a run waits for a store on this machine, which no network delays."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
@@ -62,11 +70,12 @@ class MLflowTracker(Tracker):
 
     When the caller has an active run, that run is joined and left open, whatever the
     experiment; parameters that the caller has logged already are left as they are.
-    Only an explicit `tracking.mlflow_tracking_uri` of another store prevents it.
+    Only an explicit `tracking.mlflow_tracking_uri` of another store prevents it. ``MLFLOW_RUN_ID`` names a
+    run in the same way. One that holds another training already gets a child run for this one.
 
     With ``parent_run_id`` in its context, as `child_context` puts it there, the run is a child of that
-    one; a child of the same name, which an earlier attempt left, is resumed. With ``own_run_id`` it
-    resumes that run as its own.
+    one; a child of the same name, which an earlier attempt left, is resumed. With ``own_run_id``, as `kept`
+    puts it there, it resumes that run as its own.
 
     MLflow's usage telemetry is switched off unless ``MLFLOW_DISABLE_TELEMETRY`` is set. What MLflow draws,
     such as the name of a run, it does not take from the random numbers of training.
@@ -82,9 +91,10 @@ class MLflowTracker(Tracker):
     def __init__(self, config: DistributedConfig) -> None:
         self.config = config
         self.context = {}
+        self.run_id = ""
         self._pending: list[Any] = []
-        self._next_flush = 0.0
-        self._sent: Future[None] | None = None
+        self._names: dict[str, str] = {}
+        self._written: set[tuple[str, int]] = set()
 
     @classmethod
     def capture(cls) -> dict[str, Any]:
@@ -101,47 +111,52 @@ class MLflowTracker(Tracker):
             "experiment_id": run.info.experiment_id,
         }
 
+    def target(self) -> str:
+        """Address of the store, and the run that is joined there."""
+        uri = self._tracking_uri()
+        if uri.startswith(("sqlite:", "file:", "/", ".")):
+            self.limit = LOCAL_LIMIT
+        return f"{uri} {self._joined() or ''}".strip()
+
+    def kept(self) -> dict[str, Any]:
+        """The store, what chooses the run there, and after `start` the run itself."""
+        found = {"tracking_uri": self._tracking_uri(), "variables": {n: self._variable(n) for n in VARIABLES}}
+        run = {"own_run_id": self.run_id, "names": list(self._names.items())}
+        return {**found, **run} if self.run_id else found
+
     def start(self, params: Mapping[str, Any]) -> None:
-        """Join the caller's run or create one, and record `params`.
+        """Join the caller's run, continue that of the training or create one, and record `params`.
 
         Raises:
             mlflow.exceptions.MlflowException: the store cannot be reached.
+            UserError: the experiment is deleted.
         """
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
         draw_apart(DRAW_NUMBERS)
         self._uri = uri = self._tracking_uri()
-        parent = self.context.get("parent_run_id")
-        joined = (
-            self.context.get("run_id") if uri == _absolute(self.context.get("tracking_uri", "")) else None
-        )
-        joined = None if parent else joined
-        _prepare_local(uri)
-        self._client = MlflowClient(uri)
-        draw_apart(DRAW_NUMBERS)  # of the store, too, which is imported by now
-        self._owned = joined is None
-        earlier = joined or self.context.get("own_run_id") or (self._find_child(parent) if parent else None)
+        self._names = dict(self.context.get("names", {}))
+        with _prepared(uri):
+            self._client = MlflowClient(uri)
+            draw_apart(DRAW_NUMBERS)  # of the store, too, which is imported by now
+            earlier = self._find_run()
+            self.run_id = earlier or self._create_run(uri, self.context.get("parent_run_id"))
         self._is_new = earlier is None
-        self.run_id = earlier or self._create_run(uri, parent)
+        self._owned = self.run_id != self._joined() or self.run_id == self._variable("MLFLOW_RUN_ID")
         if self._owned and not self._is_new:
             self._client.update_run(self.run_id, "RUNNING")
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="mlflow-tracker")
         self._log_params(params)
+        if self.uncertain:
+            self._read_written()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Collect `metrics`; they are in the store a few seconds later.
-
-        Raises:
-            Exception: MLflow's error while writing an earlier record.
-        """
+        """Collect `metrics`, which `flush` writes."""
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1e3)
+        now = int((self.moment or time.time()) * 1e3)
         named = with_common_names(metrics, self.config)
-        self._pending += [Metric(_key(name), float(value), now, step) for name, value in named.items()]
-        if time.monotonic() >= self._next_flush or len(self._pending) >= METRICS_PER_BATCH:
-            self._flush()
+        self._pending += [Metric(self._key(name), float(value), now, step) for name, value in named.items()]
 
     def log_artifact(self, path: str) -> None:
         """Copy a file or folder to the run's artifacts."""
@@ -150,12 +165,22 @@ class MLflowTracker(Tracker):
     def finish(self, status: str) -> None:
         """Write what is left, and end the run unless it is the caller's."""
         try:
-            self._flush(wait=True)
+            self.flush()
         finally:
-            self._executor.shutdown()
             self._end_children()
             if self._owned:
                 self._client.set_terminated(self.run_id, STATUS[status])
+
+    def flush(self) -> None:
+        """Write what was collected.
+
+        Raises:
+            Exception: MLflow's.
+        """
+        metrics, self._pending = self._pending, []
+        metrics = [m for m in metrics if (m.key, m.step) not in self._written]
+        for start in range(0, len(metrics), METRICS_PER_BATCH):
+            self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
 
     def child_context(self) -> dict[str, Any]:
         """Context of this run, for trackers of child runs."""
@@ -188,19 +213,64 @@ class MLflowTracker(Tracker):
         captured = self.context.get("tracking_uri")
         return _absolute(explicit or captured or os.environ.get("MLFLOW_TRACKING_URI") or LOCAL_STORE)
 
+    def _variable(self, name: str) -> str:
+        """The environment variable, as it was where the run began."""
+        return str(self.context.get("variables", os.environ).get(name) or "")
+
+    def _joined(self) -> str | None:
+        """Identifier of the run that the caller has chosen."""
+        if self.context.get("parent_run_id"):
+            return None
+        same = self._tracking_uri() == _absolute(self.context.get("tracking_uri", ""))
+        run_id = self.context.get("run_id") if same else None
+        return run_id or self._variable("MLFLOW_RUN_ID") or None
+
+    def _find_run(self) -> str | None:
+        """The run to write to, if there is one."""
+        joined, training = self._joined(), self.training
+        own, parent = self.context.get("own_run_id"), self.context.get("parent_run_id")
+        if own:
+            return str(own)
+        if joined and training:
+            run = self._client.get_run(joined)
+            other = run.data.tags.get(TRAINING)
+            if other not in (None, training):
+                self.context |= {"parent_run_id": joined, "experiment_id": run.info.experiment_id}
+                logger.warning(
+                    "the MLflow run %s holds another training, so that this one is a child run of it", joined
+                )
+                found = self._children(joined, f"tags.`{TRAINING}` = '{training}'")
+                return str(found[0].info.run_id) if found else None
+            self._client.set_tag(joined, TRAINING, training)
+        elif (self.uncertain or self.place.step) and training and not parent:
+            where = [self._experiment_id(self._uri)]
+            begun = self._client.search_runs(where, f"tags.`{TRAINING}` = '{training}'")
+            self.uncertain = True  # it may have steps that the file of this folder has not
+            return str(begun[0].info.run_id) if begun else None
+        return joined or (self._find_child(parent) if parent else None)
+
     def _create_run(self, uri: str, parent: str | None) -> str:
         experiment_id = self.context["experiment_id"] if parent else self._experiment_id(uri)
-        tags = {"mlflow.parentRunId": parent} if parent else None
+        tags = {"mlflow.parentRunId": parent, TRAINING: self.training}
+        tags = {name: value for name, value in tags.items() if value}
         run = self._client.create_run(experiment_id, run_name=self.config.tracking.run_name, tags=tags)
         return str(run.info.run_id)
 
     def _experiment_id(self, uri: str) -> str:
         name = self.config.tracking.mlflow_experiment
-        if name is None and os.environ.get("MLFLOW_EXPERIMENT_ID"):
-            return os.environ["MLFLOW_EXPERIMENT_ID"]
-        name = name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+        if name is None and self._variable("MLFLOW_EXPERIMENT_ID"):
+            return self._variable("MLFLOW_EXPERIMENT_ID")
+        name = name or self._variable("MLFLOW_EXPERIMENT_NAME") or "Default"
         experiment = self._client.get_experiment_by_name(name)
         if experiment is not None:
+            if experiment.lifecycle_stage != "active":
+                raise UserError(
+                    "the MLflow experiment is deleted",
+                    field="tracking.mlflow_experiment",
+                    got=name,
+                    remedy=f"`mlflow experiments restore -x {experiment.experiment_id}`, or choose"
+                    " another name",
+                )
             return str(experiment.experiment_id)
         return str(self._client.create_experiment(name, artifact_location=_artifact_location(uri, name)))
 
@@ -218,26 +288,31 @@ class MLflowTracker(Tracker):
         for start in range(0, len(fresh), PARAMS_PER_BATCH):
             self._client.log_batch(self.run_id, params=fresh[start : start + PARAMS_PER_BATCH])
 
-    def _flush(self, wait: bool = False) -> None:
-        """Hand what is collected to the thread, unless it is still busy and we need not wait."""
-        if self._sent is not None:
-            if not wait and not self._sent.done():
-                return
-            self._sent.result()
-        batch, self._pending = self._pending, []
-        self._sent = self._executor.submit(self._send, batch)
-        self._next_flush = time.monotonic() + FLUSH_SECONDS
-        if wait:
-            self._sent.result()
+    def _key(self, name: str) -> str:
+        """A name that MLflow takes, of this metric alone: ``accuracy@5`` becomes ``accuracy_5``, or, where
+        that is another metric, ``accuracy_5_`` with a digest of the name."""
+        known = self._names.get(name)
+        if known is None:
+            known = _key(name)
+            if known in self._names.values() or not name:
+                known = f"{known[:240]}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+                logger.warning(
+                    "MLflow cannot have the metric '%s' beside others, and calls it '%s'", name, known
+                )
+            self._names[name] = known
+        return known
 
-    def _send(self, metrics: list[Any]) -> None:
-        for start in range(0, len(metrics), METRICS_PER_BATCH):
-            self._client.log_batch(self.run_id, metrics=metrics[start : start + METRICS_PER_BATCH])
+    def _read_written(self) -> None:
+        """What an earlier attempt may have written without having noted it."""
+        for key in self._client.get_run(self.run_id).data.metrics:
+            found = self._client.get_metric_history(self.run_id, key)
+            self._written |= {(key, metric.step) for metric in found}
 
 
 def _key(name: str) -> str:
-    """A name that MLflow takes: ``accuracy@5`` becomes ``accuracy_5``."""
-    return re.sub(r"[^\w\-./ :]", "_", name)[:250]
+    """`name` in the characters that MLflow takes, without the parts that it would read as folders."""
+    parts = re.sub(r"[^\w\-./ :]", "_", name)[:250].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "unnamed"
 
 
 def _absolute(uri: str) -> str:
@@ -263,10 +338,19 @@ def _artifact_location(uri: str, experiment: str) -> str | None:
     return (database.parent / "mlruns" / re.sub(r"[^\w-]", "_", experiment)).as_uri()
 
 
-def _prepare_local(uri: str) -> None:
-    """Create a new local store readable only by its owner; MLflow would let all users read it."""
+@contextmanager
+def _prepared(uri: str) -> Iterator[None]:
+    """Create a new local store readable only by its owner; MLflow would let all users read it. Within the
+    block, no other run makes its tables or experiments."""
     database = _local_database(uri)
-    if database is None or database.exists():
+    if database is None:
+        yield
         return
     (database.parent / "mlruns").mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(database, os.O_CREAT | os.O_WRONLY, 0o600))
+    folder = os.open(database.parent / "mlruns", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

@@ -45,6 +45,7 @@ def register_trackers() -> list[TrackerSpec]:
             name="record",
             target="distributed_plugins.run_record:RecordTracker",
             enabled=lambda config: config.record_dir is not None,
+            beside=False,  # so that a killed run keeps its curves
         )
     ]
 

@@ -21,6 +21,7 @@ from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["TensorBoardTracker", "register_trackers", "tag"]
 
+MARK = ".training"
 PREFIXES = {"val_": "val/", "memory_": "memory/", "gpu_": "gpu/", "time_": "time/", "train_": "train/epoch_"}
 
 
@@ -58,7 +59,8 @@ def tag(name: str) -> str:
 class TensorBoardTracker(Tracker):
     """Writes one event file to `tensorboard_dir` (or ``./runs``) / run name (or start time).
 
-    Every record is on disk when `log_metrics` returns, so that a killed run keeps its curves.
+    Every record is on disk when `log_metrics` returns. A file `MARK` in the folder names the training, which
+    continues there; another of the same name gets a folder with a number.
 
     Attributes:
         folder: folder of the event file; known after `start`.
@@ -69,6 +71,16 @@ class TensorBoardTracker(Tracker):
     def __init__(self, config: DistributedConfig) -> None:
         self.config = config
         self.context = {}
+        self._written: set[tuple[str, int]] = set()
+
+    def target(self) -> str:
+        """The folder of all runs."""
+        root = self.config.tensorboard_dir or str(self.context.get("root", "./runs"))
+        return root if "://" in root else os.path.abspath(root)
+
+    def kept(self) -> dict[str, Any]:
+        """The folder of all runs."""
+        return {"root": self.target()}
 
     def start(self, params: Mapping[str, Any]) -> None:
         """Open the event file and write `params` as a text table.
@@ -81,6 +93,8 @@ class TensorBoardTracker(Tracker):
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self.folder = self._make_folder()
+        if self.uncertain:
+            self._written = _read_written(self.folder)
         stamp = f"{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.time_ns()}"
         name = f"events.out.tfevents.{stamp}"
         descriptor = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
@@ -94,8 +108,9 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         named = with_common_names(metrics, self.config)
-        values = [Summary.Value(tag=tag(name), simple_value=value) for name, value in named.items()]
-        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        fresh = {n: value for n, value in named.items() if (tag(n), step) not in self._written}
+        values = [Summary.Value(tag=tag(name), simple_value=value) for name, value in fresh.items()]
+        self._write(Event(wall_time=self.moment or time.time(), step=step, summary=Summary(value=values)))
 
     def finish(self, status: str) -> None:
         """Close the file."""
@@ -106,7 +121,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def _make_folder(self) -> Path:
-        root = self.config.tensorboard_dir or "./runs"
+        root = self.target()
         if "://" in root:
             raise UserError(
                 "TensorBoard events are written to a local folder only",
@@ -114,27 +129,43 @@ class TensorBoardTracker(Tracker):
                 got=root,
                 remedy="Write locally and copy the folder after the run",
             )
-        name = self.config.tracking.run_name
-        if name is not None:  # a resumed run continues in its folder: TensorBoard joins the files
-            folder = Path(root, name)
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return folder
-        return _new_folder(Path(root))
+        training, name = self.training, self.config.tracking.run_name
+        if training:
+            found = next((m for m in Path(root).glob(f"**/{MARK}") if m.read_text() == training), None)
+            if found is not None:
+                return found.parent
+        return _new_folder(Path(root), name, training)
 
 
-def _new_folder(root: Path) -> Path:
-    """A folder of its own for this run, named after the time."""
-    root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    start = time.strftime("%Y-%m-%d_%H-%M-%S")
+def _new_folder(root: Path, name: str | None, training: str) -> Path:
+    """A folder of its own for this run, with its name or after the time."""
+    start = name or time.strftime("%Y-%m-%d_%H-%M-%S")
     attempt = 0
     while True:
         attempt += 1
         folder = root / (start if attempt == 1 else f"{start}_{attempt}")
+        # Without a name of the training, a run with a name of its own continues where there is one.
+        free = name is not None and not (folder / MARK).exists() and (not training or not _has_events(folder))
         try:
-            folder.mkdir(mode=0o700)
-            return folder
-        except FileExistsError:  # another run started in the same second
+            folder.mkdir(parents=True, exist_ok=free, mode=0o700)
+        except FileExistsError:
             continue
+        if training:
+            (folder / MARK).write_text(training)
+        return folder
+
+
+def _has_events(folder: Path) -> bool:
+    return any(folder.glob("events.out.tfevents.*"))
+
+
+def _read_written(folder: Path) -> set[tuple[str, int]]:
+    """Tag and step of each number that an earlier attempt has written to `folder`."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {(tag, event.step) for tag in found.Tags()["scalars"] for event in found.Scalars(tag)}
 
 
 def _params_event(params: Mapping[str, Any]) -> Any:
