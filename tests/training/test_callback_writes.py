@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from distributed import Callback
@@ -128,9 +129,9 @@ def test_the_remedy_trains_as_one_process(
 
 
 def jitter(model: nn.Module) -> None:
-    """Draws from the random numbers of its rank."""
+    """Depends on the rank."""
     for parameter in model.parameters():
-        parameter.data.add_(torch.randn_like(parameter) * 1e-3)
+        parameter.data.add_(torch.randn_like(parameter) * 1e-3 * dist.get_rank())
 
 
 @pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
