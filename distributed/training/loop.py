@@ -6,7 +6,7 @@
         for window in feed.windows(epoch, cursor):       # this rank's share of a global batch
             backend.run_window(window)                   # forward and backward, micro by micro
             backend.optimizer_step(max_norm)             # unscale, clip, check, step (C6)
-            schedule.after_step()                        # unless the step was skipped (C7)
+            schedule.after_step(step)                    # unless the step was skipped (C7)
             cursor moves                                 # a sample counts once its step is taken (C4)
             yield StepRecord                             # to `fit`, or to `Trainer.train_step`
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
@@ -61,6 +61,7 @@ from distributed.training.read_ahead import ReadAhead
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
+from distributed.training.schedule_checks import Extent
 from distributed.training.seeding import isolated_rng, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
@@ -209,7 +210,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if skipped:
             self.history.num_skipped_steps += 1
         else:
-            self.schedule.after_step()
+            self.schedule.after_step(progress.step)
 
     def _train(self) -> None:
         while not (self.goal.reached(self.progress) or self.history.stop_reason):
@@ -310,7 +311,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if complete:
             self.progress.epoch += 1
             self.progress.samples = 0
-            self.schedule.after_epoch(metrics)
+            self.schedule.after_epoch(metrics, self.progress.epoch)
         self._keep_best_accuracy(metrics)
         self.history.epochs.append(metrics)
         self.callbacks.notify("on_epoch_end", metrics)
@@ -332,8 +333,19 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         for feed in self.validator.feeds.values():
             # So that collectives of the model or a validation step meet on all ranks.
             feed.deal(1, joins=self.backend.copies_in_evaluation)
-        total = self.total_steps if self.feed is not None else self.config.max_steps
-        self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
+        self.schedule.build(self.task.scheduler, self.optimizer, self.config, self._extent())
+
+    def _extent(self) -> Extent:
+        """How long the run is, as schedules count it."""
+        is_cut = self.config.max_steps is not None
+        begun = self.progress.step if self.task.progress is not None else 0
+        if self.feed is None or self.total_steps is None:
+            return Extent(self.config.max_steps, begun=begun, is_cut=is_cut)
+        batches, epochs = None, None if self.goal.epoch == math.inf else int(self.goal.epoch)
+        if epochs is not None and self.planned_samples is not None and not begun:
+            size = self.task.train_data.batch_size or self.plan.batch.batch_size
+            batches = epochs * -(-self.planned_samples // size)
+        return Extent(self.total_steps, epochs, batches, begun, is_cut, bool(self.validator.feeds))
 
     def _start(self) -> None:
         """Everything before the first step: model, state, data, schedule, trackers."""

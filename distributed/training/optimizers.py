@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -223,10 +223,12 @@ def build_scheduler(
             got=type(scheduler).__name__,
             remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...",
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if hasattr(scheduler, "step_update"):
+        return scheduler, "epoch"
+    if arguments_of(scheduler)[:1] == ["metric"]:
         if config.scheduler_interval == "step":
             raise UserError(
-                "ReduceLROnPlateau needs a metric, which an optimizer step does not have",
+                f"{type(scheduler).__name__} needs a metric, which an optimizer step does not have",
                 field="scheduler_interval",
                 got="step",
                 allowed="epoch, for this scheduler",
@@ -234,6 +236,33 @@ def build_scheduler(
             )
         return scheduler, "validation"
     return scheduler, config.scheduler_interval
+
+
+def arguments_of(scheduler: Any) -> list[str]:
+    """``number`` or ``metric`` for each argument that the `step` of `scheduler` is called with.
+
+    Raises:
+        UserError: it takes others.
+    """
+    found: list[str] = []
+    for name, parameter in signature(scheduler.step).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        kind = next((kind for kind, words in _ARGUMENTS.items() if any(w in name for w in words)), None)
+        if is_required and kind is None:
+            raise UserError(
+                f"its step() takes the argument '{name}', whose meaning is not known",
+                field="scheduler",
+                got=type(scheduler).__name__,
+                allowed="step(), step(epoch), step(metric) or step(epoch, metric)",
+                remedy="Name it epoch or metric, or give a scheduler whose step() takes no argument",
+            )
+        if kind is not None and (is_required or (kind == "metric" and found == ["number"])):
+            found.append(kind)
+    return found
+
+
+_ARGUMENTS = {"number": ("epoch", "step", "updates"), "metric": ("metric", "loss", "score", "accuracy")}
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def _built_in(optimizer: Optimizer, config: DistributedConfig, total_steps: int | None) -> LambdaLR | None:
