@@ -341,8 +341,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         begun = self.progress.step if self.task.progress is not None else 0
         if self.feed is None or self.total_steps is None:
             return Extent(self.config.max_steps, begun=begun, is_cut=is_cut)
-        batches, epochs = None, None if self.goal.epoch == math.inf else int(self.goal.epoch)
-        if epochs is not None and self.planned_samples is not None and not begun:
+        per_epoch, batches = self.steps_per_epoch, None
+        epochs = -(-self.total_steps // per_epoch) if per_epoch else None
+        if epochs and self.planned_samples and not is_cut:
             size = self.task.train_data.batch_size or self.plan.batch.batch_size
             batches = epochs * -(-self.planned_samples // size)
         return Extent(self.total_steps, epochs, batches, begun, is_cut, bool(self.validator.feeds))

@@ -75,7 +75,7 @@ def check_schedule(scheduler: Any, optimizer: Any, interval: str, is_chosen: boo
 
 def _check_interval(scheduler: Any, optimizer: Any, run: Extent) -> None:
     """Raise a UserError for a schedule that counts steps where it would be stepped after each epoch."""
-    lengths = _numbers(scheduler) & {run.steps, run.batches}
+    lengths = {n for n in _numbers(scheduler) & {run.steps, run.batches} if n > (run.epochs or 1)}
     if lengths:
         what = f"the schedule has the number {max(lengths)}, of one for each step of the run"
     elif all(float(group["lr"]) == 0.0 for group in optimizer.param_groups):
@@ -84,8 +84,9 @@ def _check_interval(scheduler: Any, optimizer: Any, run: Extent) -> None:
         what = "the learning rate would rise over the whole run, as in a warm-up that counts steps"
     else:
         return
+    often = "epoch" if run.epochs is None else f"of {run.epochs} epochs"
     raise UserError(
-        f"{what}, and the schedule would be stepped after each epoch",
+        f"{what}, and the schedule would be stepped after each {often}",
         field="scheduler_interval",
         got=f"epoch (the default), with {type(scheduler).__name__}",
         allowed="step or epoch",
