@@ -156,6 +156,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 self.saver.release()
         if self.plan.mode != "spawn":
             self._share_buffers()
+            self.backend.switch_optimizer(False)
             self.backend.release()
         return self.history
 

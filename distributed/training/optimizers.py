@@ -140,18 +140,7 @@ def _named(config: DistributedConfig) -> Callable[..., Optimizer]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise a UserError when `optimizer` holds parameters that are not `model`'s, or needs a closure."""
-    step = getattr(type(optimizer), "step", None)
-    closure = signature(step).parameters.get("closure") if step is not None else None
-    if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            "the optimizer computes the loss several times in a step by a closure, which a training with"
-            " micro-batches and ranks does not have",
-            field="optimizer",
-            got=type(optimizer).__name__,
-            allowed="optimizers whose step() needs no closure, such as SGD and AdamW",
-            remedy="Choose one of these",
-        )
+    """Raise a UserError when `optimizer` holds parameters that are not `model`'s."""
     _check_sparse(optimizer, model)
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

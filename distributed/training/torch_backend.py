@@ -10,6 +10,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -95,6 +96,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._transfers: Transfers | None = None
         self._watches_buffers = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
+        self._num_held = 0
 
     # -- who and where ---------------------------------------------------------------
 
@@ -132,9 +134,9 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             follow_parameters(task.optimizer, before, self.module)
         self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
         check_optimizer(self.optimizer, self.module)
+        self.prepare_step()
         if self.config.optimizer_offload:
             self.offload_optimizer()
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         batch = self._checked_batch
         several = batch.global_batch_size * math.prod(self.cut_into) > batch.batch_size
         self.objective = Objective(
@@ -165,8 +167,32 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
         self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
+        self._note_trainable()
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """What the optimizer holds now: groups may be added during training."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _note_trainable(self) -> None:
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
+            self._num_held = len(self._parameters)
+
+    def _check_trainable(self) -> None:
+        """Follow a change of what is trained since the last step, where it is not followed by itself."""
+        changed = any(p.requires_grad != before for p, before in self._trainable.values())
+        if self._trainable and (changed or len(self._parameters) != self._num_held):
+            self.follow_trainable()
+            self._note_trainable()
+
+    def follow_trainable(self) -> None:
+        """Reduce, from now on, the gradients of the parameters that are trained now.
+
+        Raises:
+            UserError: this backend cannot, under this plan.
+        """
+        check_still_trainable(self._trainable, self.config.backend)
 
     def _check_model(self, built: nn.Module, task: Task) -> None:
         """Raise a UserError if these ranks cannot train the model exactly. Collective."""
@@ -228,8 +254,8 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     # -- one step --------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        if self._trainable:
-            check_still_trainable(self._trainable, self.config.backend)
+        self._check_trainable()
+        self._window = window
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
@@ -244,6 +270,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if first is not None:
             self._watches_buffers = False
             (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
+        self._seen = total, count
         return total, count
 
     def run_micro_batches(
@@ -334,6 +361,16 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         start = perf_counter()
+        norm, refused = self.settle_gradients(max_norm, want_norm)
+        skipped = refused or self.take_step(partial(self.settle_gradients, max_norm))
+        self.clear_gradients()
+        if self.compression is not None:
+            self.compression.settle(skipped)
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(norm, skipped)
+
+    def settle_gradients(self, max_norm: float | None, want_norm: bool = False) -> tuple[Tensor | None, bool]:
+        """Unscale, count, call hooks and clip: (norm if it was computed, whether the step is to be skipped)."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             self.share_overflow()
@@ -348,13 +385,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             norm = self.gradient_norm()
             norm = norm if ratio is None else norm * ratio
         self._rescale(ratio, norm, max_norm)
-        refused = check and norm is not None and not math.isfinite(float(norm))
-        skipped = refused or self.scaled_step(self.optimizer)
-        self.clear_gradients()
-        if self.compression is not None:
-            self.compression.settle(skipped)
-        self.timers.add("optimizer", perf_counter() - start)
-        return StepResult(norm, skipped)
+        return norm, check and norm is not None and not math.isfinite(float(norm))
 
     def add_count(self, count: Any) -> None:
         """Add up one window's count of tokens before its gradients. Collective."""
@@ -430,6 +461,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     def set_training(self, training: bool) -> None:
         """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
         self._modes.set_training(self.module, training)
+        self.switch_optimizer(training)
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
@@ -475,7 +507,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             self._transfers.begin(batch)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
-        return read_only(nullcontext(self.module))
+        return self.evaluated(read_only(nullcontext(self.module)))
 
     def settings(self) -> Settings:
         return Settings(self.module, self.optimizer, self.objective)

@@ -13,7 +13,7 @@ from torch import nn
 from distributed.checkpoint.dtensor import local_part
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
-from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.backend import Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
@@ -234,9 +234,11 @@ class FSDPBackend(MeshBackend):
             torch._foreach_div_(gradients, self._gradient_share)
         experts.finish()
 
-    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+    def settle_gradients(
+        self, max_norm: float | None, want_norm: bool = False
+    ) -> tuple[torch.Tensor | None, bool]:
         self._gradient_reduction.begin_step()
-        return super().optimizer_step(max_norm, want_norm)
+        return super().settle_gradients(max_norm, want_norm)
 
     # -- evaluation ------------------------------------------------------------------
 
