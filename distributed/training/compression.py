@@ -104,7 +104,7 @@ class Compression:
 
     def begin_again(self) -> None:
         """Let the next exchanges continue these, for other parameters."""
-        self.left, self._sums = self._sums, []
+        self.left, self._sums = self._sums or self.left, []
 
     def kept(self) -> list[Tensor]:
         """What this rank keeps between steps: residuals, and tensors of the codec."""

@@ -364,6 +364,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         norm, refused = self.settle_gradients(max_norm, want_norm)
         skipped = refused or self.take_step(partial(self.settle_gradients, max_norm))
         self.clear_gradients()
+        self._window = None
         if self.compression is not None:
             self.compression.settle(skipped)
         self.timers.add("optimizer", perf_counter() - start)

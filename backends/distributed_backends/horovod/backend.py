@@ -68,6 +68,8 @@ class HorovodBackend(RanksMixin, TorchBackend):
         return step
 
     def follow_trainable(self) -> None:
+        if self.world.size == 1:
+            return
         if self._gradients is not None:
             self._gradients.remove()
             if self.compression is not None:
