@@ -313,14 +313,15 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             self.progress.epoch += 1
             self.progress.samples = 0
             self.schedule.after_epoch(metrics, self.progress.epoch)
-        self._keep_best_accuracy(metrics)
+        self._keep_best_accuracy(metrics, complete)
         self.history.epochs.append(metrics)
-        self.callbacks.notify("on_epoch_end", metrics)
+        self.callbacks.notify("on_epoch_end" if complete else "on_incomplete_epoch", metrics)
         self.consensus.agree()
         self.records.note_meeting()
         self.trackers.log_epoch(metrics, self.progress.step)
         self.timers.enter("save")
-        self.saver.save_if_due(epoch_end=True, metrics=metrics)
+        # A resumed run decides on the whole epoch, as one that was not cut.
+        self.saver.save_if_due(epoch_end=True, metrics=metrics if complete else None)
 
     # -- beginning and end -----------------------------------------------------------
 
@@ -442,12 +443,13 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 else "Check the source it reads from, and that each iter() of it starts at the first sample",
             )
 
-    def _keep_best_accuracy(self, metrics: Mapping[str, float]) -> None:
+    def _keep_best_accuracy(self, metrics: Mapping[str, float], complete: bool) -> None:
         accuracy = metrics.get("val_accuracy")
         if accuracy is not None:
             best = self.progress.best_accuracy
-            self.progress.best_accuracy = accuracy if best is None else max(best, accuracy)
-            self.history.best_accuracy = self.progress.best_accuracy
+            self.history.best_accuracy = accuracy if best is None else max(best, accuracy)
+            if complete:
+                self.progress.best_accuracy = self.history.best_accuracy
 
     def leftover_state(self) -> dict[str, Any]:
         """What a later `fit` in this process needs besides the model."""
