@@ -305,12 +305,17 @@ class FSDPBackend(MeshBackend):
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the one optimizer of torch whose step DTensors do not support (as of torch 2.13)."""
-    if isinstance(optimizer, torch.optim.Adafactor):
-        raise UserError(
-            "Adafactor needs unsharded parameters (row/column statistics); FSDP2 shards them",
-            field="optimizer",
-            got=type(optimizer).__name__,
-            allowed="elementwise optimizers, such as SGD and AdamW, and Muon",
-            remedy="Use backend='pytorch-ddp', or another optimizer",
-        )
+    """Refuse the optimizers of torch whose step DTensors do not support (as of torch 2.13)."""
+    reasons = {
+        torch.optim.Adafactor: "Adafactor needs unsharded parameters (row/column statistics)",
+        torch.optim.LBFGS: "LBFGS flattens unsharded gradients",
+    }
+    for kind, reason in reasons.items():
+        if isinstance(optimizer, kind):
+            raise UserError(
+                f"{reason}; FSDP2 shards them",
+                field="optimizer",
+                got=type(optimizer).__name__,
+                allowed="elementwise optimizers, such as SGD and AdamW, and Muon",
+                remedy="Use backend='pytorch-ddp', or another optimizer",
+            )
