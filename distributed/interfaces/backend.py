@@ -217,7 +217,7 @@ class Backend(ABC):
     def set_training(self, training: bool) -> None:
         """Switch the model between training and evaluation."""
 
-    def switch_optimizer(self, training: bool) -> None:
+    def switch_optimizer(self, training: bool) -> None:  # noqa: B027 - optional
         """Switch an optimizer that has modes, so that the weights are those that it trains or evaluates."""
 
     def communication_seconds(self) -> float:

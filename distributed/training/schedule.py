@@ -139,7 +139,7 @@ def _refuse_metric(scheduler: Any, reason: str) -> UserError:
         field="scheduler_metric",
         got=None,
         allowed="the name of a metric of an epoch, such as val_accuracy",
-        remedy=f"Set scheduler_metric, or build {type(scheduler).__name__} with mode='min' to follow the loss",
+        remedy=f"Set scheduler_metric, or give {type(scheduler).__name__} mode='min' to follow the loss",
     )
 
 

@@ -1,4 +1,4 @@
-"""Refuse schedules whose length or interval is not that of the run, by the numbers and rates that they have."""
+"""Refuse schedules whose length or interval is not that of the run, by the numbers and rates in them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,6 @@ from distributed.training.model_traits import (
     check_materialized,
     check_micro_batches,
     check_slices_of_one,
-    check_still_trainable,
     check_whole,
     refuse,
 )
@@ -73,14 +72,11 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     Attributes:
         model: what is called: a `StepModule`, wrapped or not.
         timers: where forward, backward and optimizer seconds go.
-        follows_requires_grad: trains a parameter whose ``requires_grad`` changes after `prepare` as plain
-            PyTorch does; False refuses such a change.
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
         sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
     """
 
-    follows_requires_grad = True
     counts_with_gradients = True
     sums_gradients = False
     model: Any
@@ -95,8 +91,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
-        self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
-        self._num_held = 0
 
     # -- who and where ---------------------------------------------------------------
 
@@ -168,31 +162,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             self.scaler.load_state_dict(task.run_state["scaler"])
         self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
         self._note_trainable()
-
-    @property
-    def _parameters(self) -> list[nn.Parameter]:
-        """What the optimizer holds now: groups may be added during training."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def _note_trainable(self) -> None:
-        if not self.follows_requires_grad:
-            self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
-            self._num_held = len(self._parameters)
-
-    def _check_trainable(self) -> None:
-        """Follow a change of what is trained since the last step, where it is not followed by itself."""
-        changed = any(p.requires_grad != before for p, before in self._trainable.values())
-        if self._trainable and (changed or len(self._parameters) != self._num_held):
-            self.follow_trainable()
-            self._note_trainable()
-
-    def follow_trainable(self) -> None:
-        """Reduce, from now on, the gradients of the parameters that are trained now.
-
-        Raises:
-            UserError: this backend cannot, under this plan.
-        """
-        check_still_trainable(self._trainable, self.config.backend)
 
     def _check_model(self, built: nn.Module, task: Task) -> None:
         """Raise a UserError if these ranks cannot train the model exactly. Collective."""
@@ -371,7 +340,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         return StepResult(norm, skipped)
 
     def settle_gradients(self, max_norm: float | None, want_norm: bool = False) -> tuple[Tensor | None, bool]:
-        """Unscale, count, call hooks and clip: (norm if it was computed, whether the step is to be skipped)."""
+        """Unscale, count, call hooks and clip: (norm if it was computed, whether to skip the step)."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             self.share_overflow()

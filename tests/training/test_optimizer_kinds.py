@@ -1,4 +1,4 @@
-"""Optimizers with modes or closures, and parameters that training adds, as a loop in plain PyTorch has them."""
+"""Optimizers with modes or closures, and parameters that training adds, as plain PyTorch has them."""
 
 from __future__ import annotations
 
@@ -322,7 +322,7 @@ def test_what_is_trained_changes(
     model[0].requires_grad_(False)  # type: ignore[index]
     given = {"gradient_clipping": 0.2, "callbacks": [Act()], "folder": tmp_path}
     if make is adam and place[2].get("zero_stage"):
-        with pytest.raises(UserError, match="ZeRO steps the parameters of a group together.*step"):
+        with pytest.raises(UserError, match=r"ZeRO steps the parameters of a group together.*step"):
             fit(model, place, rank_pool, OfHead(make), epochs=4, **given)
         return
     fit(model, place, rank_pool, OfHead(make), epochs=4, **given)

@@ -355,7 +355,9 @@ def of_length(kind: str, length: int, optimizer: Optimizer) -> Any:
 
 @pytest.mark.parametrize("kind", ["one_cycle", "cosine", "transformers", "lambda"])
 @pytest.mark.parametrize(
-    "place", [("serial", 1, {"gradient_accumulation_steps": 2}), ("pytorch-ddp", 2, {})], ids=["serial", "ddp"]
+    "place",
+    [("serial", 1, {"gradient_accumulation_steps": 2}), ("pytorch-ddp", 2, {})],
+    ids=["serial", "ddp"],
 )
 def test_a_schedule_of_the_batches_of_a_loader(kind: str, place: Place, rank_pool: RankPool) -> None:
     """Both remedies are followed: the right length, and a part of the schedule."""
@@ -375,7 +377,9 @@ def test_a_schedule_of_the_batches_of_a_loader(kind: str, place: Place, rank_poo
 @pytest.mark.parametrize(("length", "epochs"), [(8, 3), (16, 3), (12, 2), (12, 4)])
 def test_a_schedule_of_another_length(length: int, epochs: int) -> None:
     make = partial(of_length, "one_cycle", length)
-    with pytest.raises(UserError, match=f"after {length} steps and .* {4 * epochs}.*total_steps={4 * epochs}"):
+    with pytest.raises(
+        UserError, match=f"after {length} steps and .* {4 * epochs}.*total_steps={4 * epochs}"
+    ):
         trainer_of(new_model(), make, **BY_STEP, epochs=epochs).fit((X, Y))
 
 
@@ -389,9 +393,9 @@ def test_a_schedule_that_a_loop_of_the_script_has_begun() -> None:
     given = {**BY_STEP, "optimizer": optimizer}
     rates = trainer_of(model, scheduler, **given).fit((X, Y), epochs=2).steps["learning_rate"]
     assert rates == pytest.approx(plain(one_cycle, each_step, 3)[1][4:], abs=EXACT)
+    trainer = trainer_of(new_model(), one_cycle, **BY_STEP)
+    trainer.fit((X, Y), epochs=3)
     with pytest.raises(UserError, match="after 12 steps and the run takes 24"):
-        trainer = trainer_of(new_model(), one_cycle, **BY_STEP)
-        trainer.fit((X, Y), epochs=3)
         trainer.fit((X, Y), epochs=3)
 
 

@@ -1,35 +1,41 @@
-"""SteppingMixin: optimizers that have modes, or evaluate the gradient several times in a step."""
+"""SteppingMixin: what an optimizer holds and how it is stepped: modes, closures, groups that are added."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed.checkpoint.dtensor import local_part
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
 from distributed.training.mixins.precision import PrecisionMixin
+from distributed.training.model_traits import check_still_trainable
 
 __all__ = ["SteppingMixin", "has_modes", "requires_closure"]
 
 
 class SteppingMixin(PrecisionMixin):
-    """Steps an optimizer as a loop in plain PyTorch does that calls ``optimizer.train()``, ``optimizer.eval()``
-    and ``optimizer.step(closure)`` where the optimizer needs it.
+    """Steps an optimizer as a loop in plain PyTorch does, which calls ``optimizer.train()``,
+    ``optimizer.eval()`` and ``optimizer.step(closure)`` where the optimizer needs it.
 
     Attributes:
+        follows_requires_grad: trains a parameter whose ``requires_grad`` changes after `prepare` as plain
+            PyTorch does; False calls `follow_trainable` at such a change.
         repeats_windows: forward and backward of a window can be repeated inside a step.
     """
 
     config: DistributedConfig
     optimizer: torch.optim.Optimizer
     compression: Any
+    module: nn.Module
+    follows_requires_grad = True
     repeats_windows = True
     run_window: Callable[[Window], tuple[Any, Any]]
     clear_gradients: Callable[[], None]
@@ -38,6 +44,8 @@ class SteppingMixin(PrecisionMixin):
     _seen: tuple[Any, Any] = (0.0, 0)
     _by_closure: bool | None = None
     _optimizer_trains = False
+    _trainable: Mapping[str, tuple[nn.Parameter, bool]] = MappingProxyType({})
+    _num_held = 0
 
     def switch_optimizer(self, training: bool) -> None:
         """Enter the training or evaluation mode of an optimizer that has them, as schedule-free ones."""
@@ -81,7 +89,9 @@ class SteppingMixin(PrecisionMixin):
             settle: finishes the gradients of a window that was run.
         """
         if self._by_closure is not None:
-            return self._step_by_closure(settle, None) if self._by_closure else self.scaled_step(self.optimizer)
+            return (
+                self._step_by_closure(settle, None) if self._by_closure else self.scaled_step(self.optimizer)
+            )
         before = self._marks()
         try:
             skipped = self.scaled_step(self.optimizer)
@@ -117,6 +127,31 @@ class SteppingMixin(PrecisionMixin):
         """A number for the values of each parameter."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
         return [float(torch.linalg.vector_norm(local_part(p.detach()))) for p in parameters if p.numel()]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        """What the optimizer holds now: groups may be added during training."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _note_trainable(self) -> None:
+        if not self.follows_requires_grad:
+            self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
+            self._num_held = len(self._parameters)
+
+    def _check_trainable(self) -> None:
+        """Follow a change of what is trained since the last step, where it is not followed by itself."""
+        changed = any(p.requires_grad != before for p, before in self._trainable.values())
+        if self._trainable and (changed or len(self._parameters) != self._num_held):
+            self.follow_trainable()
+            self._note_trainable()
+
+    def follow_trainable(self) -> None:
+        """Reduce, from now on, the gradients of the parameters that are trained now.
+
+        Raises:
+            UserError: this backend cannot, under this plan.
+        """
+        check_still_trainable(self._trainable, self.config.backend)
 
     def _check_repeats(self) -> None:
         reasons = {
