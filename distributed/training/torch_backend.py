@@ -239,7 +239,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if first is not None:
             self._watches_buffers = False
             (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
-        self._seen = total, count
+        self._window_loss = total, count
         return total, count
 
     def run_micro_batches(

@@ -41,7 +41,7 @@ class SteppingMixin(PrecisionMixin):
     clear_gradients: Callable[[], None]
     all_reduce: Callable[[Sequence[float]], list[float]]
     _window: Window | None = None
-    _seen: tuple[Any, Any] = (0.0, 0)
+    _window_loss: tuple[Any, Any] = (0.0, 0)
     _by_closure: bool | None = None
     _optimizer_trains = False
     _trainable: Mapping[str, tuple[nn.Parameter, bool]] = MappingProxyType({})
@@ -106,7 +106,7 @@ class SteppingMixin(PrecisionMixin):
         return self._step_by_closure(settle, before)
 
     def _step_by_closure(self, settle: Callable[[], Any], before: list[float] | None) -> bool:
-        computed = [self._seen]
+        computed = [self._window_loss]
 
         def closure() -> Tensor:
             if not computed:
