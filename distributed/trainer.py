@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -426,10 +427,11 @@ class Trainer:
         return loss
 
     def _bare_task(self, **more: Any) -> Task:
+        is_class = isinstance(self.scheduler, type)  # which seems to have the methods of its objects
         return Task(
             model=self._model,
             optimizer=self.optimizer,
-            scheduler=self.scheduler,
+            scheduler=partial(self.scheduler) if is_class else self.scheduler,
             loss_fn=self.loss_fn,
             training_step=self.training_step,
             **more,

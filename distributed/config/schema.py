@@ -140,6 +140,11 @@ class DistributedConfig(BaseModel):
     scheduler_interval: Literal["epoch", "step"] = Field(
         "epoch", description="Interval at which a scheduler passed to the trainer steps."
     )
+    scheduler_metric: str | None = Field(
+        None,
+        description="Metric of an epoch that a scheduler such as ReduceLROnPlateau follows. Default: the"
+        " validation loss, or the only metric of which larger values are better with `mode='max'`.",
+    )
     seed: NonNegativeInt = Field(
         0, description="Seed of the data order, model factories and random generators."
     )

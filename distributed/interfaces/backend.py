@@ -224,6 +224,9 @@ class Backend(ABC):
     def set_training(self, training: bool) -> None:
         """Switch the model between training and evaluation."""
 
+    def switch_optimizer(self, training: bool) -> None:  # noqa: B027 - optional
+        """Switch an optimizer that has modes, so that the weights are those that it trains or evaluates."""
+
     def communication_seconds(self) -> float:
         """Seconds this rank waited for gradients of others, per step since the last call, if a backend knows
         no more than that. A backend that knows more has `communication_times`."""

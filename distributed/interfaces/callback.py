@@ -132,6 +132,10 @@ class Callback:
     def on_epoch_end(self, context: Context, metrics: Mapping[str, float]) -> None:
         """An epoch is complete; `metrics` holds its training and validation metrics."""
 
+    def on_incomplete_epoch(self, context: Context, metrics: Mapping[str, float]) -> None:
+        """The run ends within an epoch, by ``max_steps`` or a stop. It counts as no epoch: a resumed run
+        completes it. `metrics` holds those of its steps, and of the validation after them."""
+
     def on_checkpoint(self, context: Context, path: str) -> None:
         """A checkpoint was committed at `path`."""
 

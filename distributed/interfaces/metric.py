@@ -9,13 +9,16 @@ from distributed.errors import UserError
 __all__ = ["larger_is_better", "metric_name"]
 
 
-def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
+def metric_name(
+    wanted: str | None, metrics: Mapping[str, float], field: str = "checkpoint.metric"
+) -> str | None:
     """The name in `metrics` of the deciding metric; None without one.
 
     Args:
         wanted: with or without ``val_``; None takes ``val_accuracy`` where there is one, else
             ``val_loss``.
         metrics: metrics of the epoch.
+        field: the field that names it.
 
     Raises:
         UserError: none is called `wanted`.
@@ -26,7 +29,7 @@ def metric_name(wanted: str | None, metrics: Mapping[str, float]) -> str | None:
     if found is None:
         raise UserError(
             "no such metric was reported this epoch",
-            field="checkpoint.metric",
+            field=field,
             got=wanted,
             allowed=", ".join(sorted(metrics)),
         )

@@ -301,6 +301,10 @@ class MeshBackend(MeshState):
         return seen if self._reports else (0.0, 0)
 
     @property
+    def repeats_windows(self) -> bool:  # type: ignore[override]
+        return not self.shares_model
+
+    @property
     def copies_in_evaluation(self) -> bool:
         return self.mesh is not None and self.mesh.dims.expert > 1
 

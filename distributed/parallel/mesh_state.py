@@ -181,7 +181,7 @@ class MeshState(ProcessGroupBackend):
     def whole_model(self) -> AbstractContextManager[nn.Module]:
         if self.original is None:
             return super().whole_model()
-        return read_only(self.original.whole_copy(self._gatherer()))
+        return self.evaluated(read_only(self.original.whole_copy(self._gatherer())))
 
     def _gatherer(self) -> Callable[[Tensor], Tensor]:
         """What makes a parameter or buffer of the model whole."""

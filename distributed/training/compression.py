@@ -102,6 +102,10 @@ class Compression:
         """The exchanges, with whose state a later `fit` in this process continues."""
         return list(self._sums)
 
+    def begin_again(self) -> None:
+        """Let the next exchanges continue these, for other parameters."""
+        self.left, self._sums = self._sums or self.left, []
+
     def kept(self) -> list[Tensor]:
         """What this rank keeps between steps: residuals, and tensors of the codec."""
         states = (tensors for summed in self._sums for tensors in summed.states.values())

@@ -6,7 +6,7 @@
         for window in feed.windows(epoch, cursor):       # this rank's share of a global batch
             backend.run_window(window)                   # forward and backward, micro by micro
             backend.optimizer_step(max_norm)             # unscale, clip, check, step (C6)
-            schedule.after_step()                        # unless the step was skipped (C7)
+            schedule.after_step(step)                    # unless the step was skipped (C7)
             cursor moves                                 # a sample counts once its step is taken (C4)
             yield StepRecord                             # to `fit`, or to `Trainer.train_step`
             every log_every_n_steps: reduce, log, agree whether to stop (C8)
@@ -61,6 +61,7 @@ from distributed.training.read_ahead import ReadAhead
 from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
+from distributed.training.schedule_checks import Extent
 from distributed.training.seeding import same_streams, seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
@@ -155,6 +156,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 self.saver.release()
         if self.plan.mode != "spawn":
             self._share_buffers()
+            self.backend.switch_optimizer(False)
             self.backend.release()
         return self.history
 
@@ -209,7 +211,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if skipped:
             self.history.num_skipped_steps += 1
         else:
-            self.schedule.after_step()
+            self.schedule.after_step(progress.step)
 
     def _train(self) -> None:
         while not (self.goal.reached(self.progress) or self.history.stop_reason):
@@ -310,15 +312,16 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if complete:
             self.progress.epoch += 1
             self.progress.samples = 0
-            self.schedule.after_epoch(metrics)
-        self._keep_best_accuracy(metrics)
+            self.schedule.after_epoch(metrics, self.progress.epoch)
+        self._keep_best_accuracy(metrics, complete)
         self.history.epochs.append(metrics)
-        self.callbacks.notify("on_epoch_end", metrics)
+        self.callbacks.notify("on_epoch_end" if complete else "on_incomplete_epoch", metrics)
         self.consensus.agree()
         self.records.note_meeting()
         self.trackers.log_epoch(metrics, self.progress.step)
         self.timers.enter("save")
-        self.saver.save_if_due(epoch_end=True, metrics=metrics)
+        # A resumed run decides on the whole epoch, as one that was not cut.
+        self.saver.save_if_due(epoch_end=True, metrics=metrics if complete else None)
 
     # -- beginning and end -----------------------------------------------------------
 
@@ -332,8 +335,20 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         for feed in self.validator.feeds.values():
             # So that collectives of the model or a validation step meet on all ranks.
             feed.deal(1, joins=self.backend.copies_in_evaluation)
-        total = self.total_steps if self.feed is not None else self.config.max_steps
-        self.schedule.build(self.task.scheduler, self.optimizer, self.config, total)
+        self.schedule.build(self.task.scheduler, self.optimizer, self.config, self._extent())
+
+    def _extent(self) -> Extent:
+        """How long the run is, as schedules count it."""
+        is_cut = self.config.max_steps is not None
+        begun = self.progress.step if self.task.progress is not None else 0
+        if self.feed is None or self.total_steps is None:
+            return Extent(self.config.max_steps, begun=begun, is_cut=is_cut)
+        per_epoch, batches = self.steps_per_epoch, None
+        epochs = -(-self.total_steps // per_epoch) if per_epoch else None
+        if epochs and self.planned_samples and not is_cut:
+            size = self.task.train_data.batch_size or self.plan.batch.batch_size
+            batches = epochs * -(-self.planned_samples // size)
+        return Extent(self.total_steps, epochs, batches, begun, is_cut, bool(self.validator.feeds))
 
     def _start(self) -> None:
         """Everything before the first step: model, state, data, schedule, trackers."""
@@ -428,12 +443,13 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
                 else "Check the source it reads from, and that each iter() of it starts at the first sample",
             )
 
-    def _keep_best_accuracy(self, metrics: Mapping[str, float]) -> None:
+    def _keep_best_accuracy(self, metrics: Mapping[str, float], complete: bool) -> None:
         accuracy = metrics.get("val_accuracy")
         if accuracy is not None:
             best = self.progress.best_accuracy
-            self.progress.best_accuracy = accuracy if best is None else max(best, accuracy)
-            self.history.best_accuracy = self.progress.best_accuracy
+            self.history.best_accuracy = accuracy if best is None else max(best, accuracy)
+            if complete:
+                self.progress.best_accuracy = self.history.best_accuracy
 
     def leftover_state(self) -> dict[str, Any]:
         """What a later `fit` in this process needs besides the model."""

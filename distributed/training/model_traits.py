@@ -228,8 +228,7 @@ def check_still_trainable(trainable: Mapping[str, tuple[nn.Parameter, bool]], ba
                 " this backend reduces the gradients of the parameters that were trainable at the start",
                 field="backend",
                 got=backend,
-                allowed="serial, horovod, or fsdp without slices of sequences, divided experts and"
-                " schedules that split backward, if requires_grad changes during training",
+                allowed="a run in which ranks divide no model; under fsdp without a codec",
                 remedy="Choose one of these, or train in two calls of fit with the change between them",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -140,18 +140,7 @@ def _named(config: DistributedConfig) -> Callable[..., Optimizer]:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise a UserError when `optimizer` holds parameters that are not `model`'s, or needs a closure."""
-    step = getattr(type(optimizer), "step", None)
-    closure = signature(step).parameters.get("closure") if step is not None else None
-    if closure is not None and closure.default is closure.empty:
-        raise UserError(
-            "the optimizer computes the loss several times in a step by a closure, which a training with"
-            " micro-batches and ranks does not have",
-            field="optimizer",
-            got=type(optimizer).__name__,
-            allowed="optimizers whose step() needs no closure, such as SGD and AdamW",
-            remedy="Choose one of these",
-        )
+    """Raise a UserError when `optimizer` holds parameters that are not `model`'s."""
     _check_sparse(optimizer, model)
     known = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -223,10 +212,12 @@ def build_scheduler(
             got=type(scheduler).__name__,
             remedy="Build it over the same optimizer, or give scheduler=lambda optimizer: ...",
         )
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+    if hasattr(scheduler, "step_update"):
+        return scheduler, "epoch"
+    if arguments_of(scheduler)[:1] == ["metric"]:
         if config.scheduler_interval == "step":
             raise UserError(
-                "ReduceLROnPlateau needs a metric, which an optimizer step does not have",
+                f"{type(scheduler).__name__} needs a metric, which an optimizer step does not have",
                 field="scheduler_interval",
                 got="step",
                 allowed="epoch, for this scheduler",
@@ -234,6 +225,33 @@ def build_scheduler(
             )
         return scheduler, "validation"
     return scheduler, config.scheduler_interval
+
+
+def arguments_of(scheduler: Any) -> list[str]:
+    """``number`` or ``metric`` for each argument that the `step` of `scheduler` is called with.
+
+    Raises:
+        UserError: it takes others.
+    """
+    found: list[str] = []
+    for name, parameter in signature(scheduler.step).parameters.items():
+        is_required = parameter.default is parameter.empty and parameter.kind not in _VARIADIC
+        kind = next((kind for kind, words in _ARGUMENTS.items() if any(w in name for w in words)), None)
+        if is_required and kind is None:
+            raise UserError(
+                f"its step() takes the argument '{name}', whose meaning is not known",
+                field="scheduler",
+                got=type(scheduler).__name__,
+                allowed="step(), step(epoch), step(metric) or step(epoch, metric)",
+                remedy="Name it epoch or metric, or give a scheduler whose step() takes no argument",
+            )
+        if kind is not None and (is_required or (kind == "metric" and found == ["number"])):
+            found.append(kind)
+    return found
+
+
+_ARGUMENTS = {"number": ("epoch", "step", "updates"), "metric": ("metric", "loss", "score", "accuracy")}
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def _built_in(optimizer: Optimizer, config: DistributedConfig, total_steps: int | None) -> LambdaLR | None:

@@ -21,12 +21,12 @@ from distributed.config import DistributedConfig
 from distributed.interfaces.backend import Backend
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.training.compression import Compression, Held, report_dropped
-from distributed.training.mixins.precision import PrecisionMixin
+from distributed.training.mixins.stepping import SteppingMixin
 
 __all__ = ["RankState"]
 
 
-class RankState(PrecisionMixin, Backend):
+class RankState(SteppingMixin, Backend):
     """Model, optimizer, gradient scaler and what a codec keeps. Without an override, each rank holds all of
     it; a subclass that divides the model overrides `held` and what follows from it.
 
@@ -89,7 +89,8 @@ class RankState(PrecisionMixin, Backend):
         return {n: self.place_of(n, p) for n, p in named if p.requires_grad and not p.is_meta}
 
     def export_state(self) -> BackendState:
-        state = self._export_model()
+        with self.optimizer_in_evaluation():
+            state = self._export_model()
         if self.compression is not None:
             state.chunks += self.compression.export(self._exchanged(), self.world.rank == 0)
         return state

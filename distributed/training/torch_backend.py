@@ -10,6 +10,7 @@ import math
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -44,7 +45,6 @@ from distributed.training.model_traits import (
     check_materialized,
     check_micro_batches,
     check_slices_of_one,
-    check_still_trainable,
     check_whole,
     refuse,
 )
@@ -73,15 +73,12 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
     Attributes:
         model: what is called: a `StepModule`, wrapped or not.
         timers: where forward, backward and optimizer seconds go.
-        follows_requires_grad: trains a parameter whose ``requires_grad`` changes after `prepare` as plain
-            PyTorch does; False refuses such a change.
         counts_with_gradients: a count that only the ranks together know is reduced as the gradient
             of a parameter of `StepModule`; a subclass that shards reduces it by itself.
         sums_gradients: reduction adds the gradients of the ranks; False divides the sum by their number.
         trains_copies: what a callback changes of the module's weights is discarded by the next step.
     """
 
-    follows_requires_grad = True
     counts_with_gradients = True
     sums_gradients = False
     trains_copies = False
@@ -97,7 +94,6 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
-        self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
 
@@ -135,9 +131,9 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
             follow_parameters(task.optimizer, before, self.module)
         self.optimizer = build_optimizer(task.optimizer, self.module, self.config, self._learning_rate)
         check_optimizer(self.optimizer, self.module)
+        self.prepare_step()
         if self.config.optimizer_offload:
             self.offload_optimizer()
-        self._parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         batch = self._checked_batch
         several = batch.global_batch_size * math.prod(self.cut_into) > batch.batch_size
         self.objective = Objective(
@@ -168,8 +164,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
         self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
-        if not self.follows_requires_grad:
-            self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
+        self._note_trainable()
 
     def _check_model(self, built: nn.Module, task: Task) -> None:
         """Raise a UserError if these ranks cannot train the model exactly. Collective."""
@@ -231,8 +226,8 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
     # -- one step --------------------------------------------------------------------
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
-        if self._trainable:
-            check_still_trainable(self._trainable, self.config.backend)
+        self._check_trainable()
+        self._window = window
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
@@ -247,6 +242,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         if first is not None:
             self._watches_buffers = False
             (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
+        self._window_loss = total, count
         return total, count
 
     def run_micro_batches(
@@ -337,6 +333,17 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
 
     def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
         start = perf_counter()
+        norm, refused = self.settle_gradients(max_norm, want_norm)
+        skipped = refused or self.take_step(partial(self.settle_gradients, max_norm))
+        self.clear_gradients()
+        self._window = None
+        if self.compression is not None:
+            self.compression.settle(skipped)
+        self.timers.add("optimizer", perf_counter() - start)
+        return StepResult(norm, skipped)
+
+    def settle_gradients(self, max_norm: float | None, want_norm: bool = False) -> tuple[Tensor | None, bool]:
+        """Unscale, count, call hooks and clip: (norm if it was computed, whether to skip the step)."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
             self.share_overflow()
@@ -351,13 +358,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
             norm = self.gradient_norm()
             norm = norm if ratio is None else norm * ratio
         self._rescale(ratio, norm, max_norm)
-        refused = check and norm is not None and not math.isfinite(float(norm))
-        skipped = refused or self.scaled_step(self.optimizer)
-        self.clear_gradients()
-        if self.compression is not None:
-            self.compression.settle(skipped)
-        self.timers.add("optimizer", perf_counter() - start)
-        return StepResult(norm, skipped)
+        return norm, check and norm is not None and not math.isfinite(float(norm))
 
     def add_count(self, count: Any) -> None:
         """Add up one window's count of tokens before its gradients. Collective."""
@@ -433,6 +434,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
     def set_training(self, training: bool) -> None:
         """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
         self._modes.set_training(self.module, training)
+        self.switch_optimizer(training)
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
@@ -478,7 +480,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
             self._transfers.begin(batch)
 
     def whole_model(self) -> AbstractContextManager[nn.Module]:
-        return read_only(nullcontext(self.module))
+        return self.evaluated(read_only(nullcontext(self.module)))
 
     def settings(self) -> Settings:
         return Settings(self)

@@ -90,6 +90,8 @@ class ProgressBar(Callback):
         with tolerated(sys.stderr):
             self._console.print("  ".join([epoch, f"step {context.progress.step}", *figures]), markup=False)
 
+    on_incomplete_epoch = on_epoch_end
+
     def on_run_end(self, context: Context, status: str) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None and self._task is not None:

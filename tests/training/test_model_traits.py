@@ -129,16 +129,3 @@ def test_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         fit(rank_pool, kind, backend, **given)
-
-
-@pytest.mark.parametrize("given", [torch.optim.LBFGS, lambda model: torch.optim.LBFGS(model.parameters())])
-def test_an_optimizer_that_needs_a_closure_is_refused(given: Any) -> None:
-    with pytest.raises(UserError, match=r"several times in a step.*Got 'LBFGS'"):
-        Trainer(nn.Linear(6, 3).double(), backend="serial", optimizer=given, batch_size=4).fit(problem(24))
-
-
-def test_an_optimizer_object_that_needs_a_closure_is_refused_before_ranks_start() -> None:
-    model = nn.Linear(6, 3).double()
-    optimizer = torch.optim.LBFGS(model.parameters())
-    with pytest.raises(UserError, match=r"Got 'LBFGS'"):
-        Trainer(model, num_processes=2, optimizer=optimizer, batch_size=4).fit(problem(24))

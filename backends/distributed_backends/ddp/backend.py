@@ -59,11 +59,17 @@ class DDPBackend(MeshBackend):
         if self.sums_gradients:
             if self.original is None:  # what is cut or in stages was sent before
                 broadcast_values([*step.parameters(), *step.buffers()])
+        else:
+            # DDP would send them too, but cannot send every dtype.
+            broadcast_values([*step.parameters(), *step.buffers()])
+        return self._reduced(step)
+
+    def _reduced(self, step: StepModule) -> nn.Module:
+        """`step` with the gradients of what is trainable now reduced."""
+        if self.sums_gradients:
             counts = [("", step.count)] if step.reduced_count else []
             self._reducer = self.reducer_of([*self.module.named_parameters(), *counts])
             return step
-        # DDP would send them too, but cannot send every dtype.
-        broadcast_values([*step.parameters(), *step.buffers()])
         return DistributedDataParallel(
             step,
             init_sync=False,
@@ -72,6 +78,18 @@ class DDPBackend(MeshBackend):
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             bucket_cap_mb=self.config.bucket_cap_mb,
         )
+
+    def follow_trainable(self) -> None:
+        if self.shares_model:
+            super().follow_trainable()
+        elif self._reducer is not None:
+            self._reducer.remove()
+            if self.compression is not None:
+                self.compression.begin_again()
+            self._reduced(self.step_module)
+        elif self.world.size > 1:
+            self.model._remove_autograd_hooks()
+            self.model = self._reduced(self.step_module)
 
     @property
     def placeholders(self) -> str:

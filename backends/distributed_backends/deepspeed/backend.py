@@ -28,6 +28,7 @@ from distributed.parallel.gradient_reducer import GradientReducer, build_reducer
 from distributed.resilience.divergence import trained
 from distributed.training.gather_order import GatherOrder
 from distributed.training.gradient_use import GradientUse, UsedParameters
+from distributed.training.mixins.stepping import has_modes, lacks_closure
 from distributed.training.model_traits import (
     COMPLEX,
     EMPTY,
@@ -79,6 +80,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
 
     counts_with_gradients = False
     follows_requires_grad = False
+    repeats_windows = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +90,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         self._order: GatherOrder | None = None
         self._reducer: GradientReducer | None = None
         self._environment: dict[str, str | None] = {}
+        self._idle: dict[Tensor, dict[str, Any]] = {}
         self._written: dict[str, nn.Parameter] = {}
         self._versions: list[int] = []
 
@@ -193,7 +196,10 @@ class DeepSpeedBackend(ProcessGroupBackend):
         members = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         whole = {p: p.data for group in members for p in group} if weights.itemsize == 2 else {}
         earlier = dict(optimizer.state)
+        self._idle = {p: state for p, state in earlier.items() if not p.requires_grad}
         if self.stage:
+            if has_modes(optimizer):
+                raise self._cannot_switch()
             optimizer.state.clear()
         numel = sum(p.numel() for p in self._parameters)
         options = engine_options(self.config, self._batch, self.stage, weights, numel)
@@ -205,6 +211,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         own = self.world.size == 1 or self.compression is not None
         self.engine.enable_backward_allreduce = self.stage > 0 or not own
         if self.compression is not None:
+            self.compression.begin_again()
             self._reducer = build_reducer(self, trainable.items(), GroupWire(), find_unused=True)
         if self.stage == 3 and self.world.size > 1:
             gathering = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
@@ -215,6 +222,15 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if self.sharded is not None and whole:
             self.sharded.set_masters(whole)
         return partial(self._forward, step.forward)
+
+    def _cannot_switch(self) -> UserError:
+        return UserError(
+            "the optimizer has train() and eval(), which change the weights, and ZeRO would keep others",
+            field="optimizer",
+            got=type(self.optimizer).__name__,
+            allowed="optimizers without these, or zero_stage=0",
+            remedy="Set zero_stage=0, or backend=pytorch-ddp or fsdp",
+        )
 
     def _take_over(self, members: list[list[nn.Parameter]], earlier: dict[Tensor, dict[str, Any]]) -> None:
         zero = self.engine.optimizer
@@ -321,7 +337,12 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if ratio is not None and float(ratio) > 0.0:
             scale /= float(ratio)
         zero.clip_grad, zero.external_loss_scale = max_norm or 0.0, scale
-        self.engine.step()
+        try:
+            self.engine.step()
+        except Exception as error:
+            if not lacks_closure(error):
+                raise
+            self._check_repeats()
         self._note_versions()
         zero.external_loss_scale = 1.0
         skipped = not self.engine.was_step_applied()
@@ -398,6 +419,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
     # -- state -----------------------------------------------------------------------------
 
     def export_state(self) -> BackendState:
+        self._check_trainable()
         if self.sharded is None:
             return super().export_state()
         shown, pieces = self.sharded.view()
@@ -434,9 +456,21 @@ class DeepSpeedBackend(ProcessGroupBackend):
         if self.scaler is not None and reader.scaler:
             self.scaler.load_state_dict(reader.scaler)
 
-    @torch.no_grad()
     def release(self) -> None:
         super().release()
+        self._release_engine()
+
+    def follow_trainable(self) -> None:
+        """Build the engine again, around what is trained now."""
+        self._release_engine()
+        self._before = Before(self.module)
+        self.model = self.wrap(self.step_module)
+        self._written = dict(self.module.named_parameters()) if self.stage else {}
+        self._note_versions()
+
+    @torch.no_grad()
+    def _release_engine(self) -> None:
+        """Give the optimizer its own parameters back."""
         if self.engine is None:
             return
         self._used.remove()
@@ -450,6 +484,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return
         sharded.release_gathered()
         weights = sharded.whole_weights()
-        sharded.give_back()
+        added = sharded.give_back()
         engine.destroy()
+        self.optimizer.param_groups += added
         self._before.restore(weights)
+        self.optimizer.state.update(self._idle)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
+from distributed.training.mixins.stepping import requires_closure
 from distributed.training.optimizers import build_optimizer, check_optimizer, check_trainable
 from distributed_backends.deepspeed.engine import (
     Engine,
@@ -97,6 +98,13 @@ def initialize(
         model.forward = torch.autocast(kind, torch.bfloat16)(model.forward)
     built = build_optimizer(native_optimizer(config, optimizer), model, config, plan.learning_rate)
     check_optimizer(built, model)
+    if requires_closure(built):
+        raise UserError(
+            "DeepSpeed's engine steps the optimizer without a closure, which it needs",
+            field="optimizer",
+            got=type(built).__name__,
+            remedy="Choose an optimizer whose step() needs no closure, or use Trainer with pytorch-ddp",
+        )
     check_weights(built, model, stage, config)
     members = [list(group["params"]) for group in built.param_groups if group["params"]]
     numel = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -204,17 +204,25 @@ class ShardedOptimizer:
         for p, part in self.parts.items():
             yield p, _gathered(part.shape, part.start, part.data)
 
-    def give_back(self) -> None:
-        """Let the user's optimizer hold its own parameters again, with their state. Collective."""
+    def give_back(self) -> list[dict[str, Any]]:
+        """Let the user's optimizer hold its own parameters again, with their state. Collective.
+
+        Returns:
+            The groups that were added since, which DeepSpeed does not know, taken out.
+        """
+        groups = self._optimizer.param_groups
+        added = groups[len(self._members) :]
+        del groups[len(self._members) :]
         state: State = {}
         for p, r in self._ranges.items():
             found = self._state_of(r)
             if found:
                 state[p] = {slot: self._whole(r, value) for slot, value in found.items()}
-        for group, members in zip(self._optimizer.param_groups, self._members, strict=True):
+        for group, members in zip(groups, self._members, strict=True):
             group["params"] = members
         self._optimizer.state.clear()
         self._optimizer.state.update(state)
+        return added
 
     def _whole(self, place: _Range, value: Any) -> Any:
         part = _narrow(place, value)

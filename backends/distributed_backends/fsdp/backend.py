@@ -13,7 +13,7 @@ from torch import nn
 from distributed.checkpoint.dtensor import local_part
 from distributed.communication.wire import GroupWire
 from distributed.errors import UserError
-from distributed.interfaces.backend import StepResult, Window
+from distributed.interfaces.backend import Window
 from distributed.interfaces.parallel_dims import ParallelDims
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
@@ -234,9 +234,11 @@ class FSDPBackend(MeshBackend):
             torch._foreach_div_(gradients, self._gradient_share)
         experts.finish()
 
-    def optimizer_step(self, max_norm: float | None, want_norm: bool = False) -> StepResult:
+    def settle_gradients(
+        self, max_norm: float | None, want_norm: bool = False
+    ) -> tuple[torch.Tensor | None, bool]:
         self._gradient_reduction.begin_step()
-        return super().optimizer_step(max_norm, want_norm)
+        return super().settle_gradients(max_norm, want_norm)
 
     # -- evaluation ------------------------------------------------------------------
 
@@ -303,12 +305,17 @@ class FSDPBackend(MeshBackend):
 
 
 def _check_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse the one optimizer of torch whose step DTensors do not support (as of torch 2.13)."""
-    if isinstance(optimizer, torch.optim.Adafactor):
-        raise UserError(
-            "Adafactor needs unsharded parameters (row/column statistics); FSDP2 shards them",
-            field="optimizer",
-            got=type(optimizer).__name__,
-            allowed="elementwise optimizers, such as SGD and AdamW, and Muon",
-            remedy="Use backend='pytorch-ddp', or another optimizer",
-        )
+    """Refuse the optimizers of torch whose step DTensors do not support (as of torch 2.13)."""
+    reasons = {
+        torch.optim.Adafactor: "Adafactor needs unsharded parameters (row/column statistics)",
+        torch.optim.LBFGS: "LBFGS flattens unsharded gradients",
+    }
+    for kind, reason in reasons.items():
+        if isinstance(optimizer, kind):
+            raise UserError(
+                f"{reason}; FSDP2 shards them",
+                field="optimizer",
+                got=type(optimizer).__name__,
+                allowed="elementwise optimizers, such as SGD and AdamW, and Muon",
+                remedy="Use backend='pytorch-ddp', or another optimizer",
+            )

@@ -39,6 +39,7 @@ class HorovodBackend(RanksMixin, TorchBackend):
     so that what is validated is what is saved.
     """
 
+    follows_requires_grad = False
     sums_gradients = True
     _gradients: GradientSum | GradientReducer | None = None
 
@@ -62,9 +63,20 @@ class HorovodBackend(RanksMixin, TorchBackend):
         if self.world.size == 1:
             return step
         refuse(self.module, "horovod", {COMPLEX: "Horovod does not reduce complex numbers"})
+        self.follow_trainable()
+        self._broadcast([*self.module.parameters(), *self.module.buffers()])
+        return step
+
+    def follow_trainable(self) -> None:
+        if self.world.size == 1:
+            return
+        if self._gradients is not None:
+            self._gradients.remove()
+            if self.compression is not None:
+                self.compression.begin_again()
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         trained: dict[Any, str] = {parameter: names[parameter] for parameter in self._parameters}
-        counts = [step.count] if step.reduced_count else []
+        counts = [self.step_module.count] if self.step_module.reduced_count else []
         find_unused = self.config.find_unused_parameters
         if self.compression is None:
             every = {**trained, **dict.fromkeys(counts, "the count of tokens")}
@@ -72,8 +84,6 @@ class HorovodBackend(RanksMixin, TorchBackend):
         else:
             named = ((name, parameter) for parameter, name in trained.items())
             self._gradients = build_reducer(self, named, HorovodWire(), find_unused)
-        self._broadcast([*self.module.parameters(), *self.module.buffers()])
-        return step
 
     # -- one step --------------------------------------------------------------------
 

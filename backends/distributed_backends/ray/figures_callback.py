@@ -69,3 +69,5 @@ class RayReport(Callback):
         """
         short = {name.removeprefix("val_"): value for name, value in metrics.items() if "val_" in name}
         self.report({**short, **metrics})
+
+    on_incomplete_epoch = on_epoch_end

@@ -76,6 +76,8 @@ class TrialReport(Callback):
         if not self.waits:
             self._flush(context)
 
+    on_incomplete_epoch = on_epoch_end
+
     def on_checkpoint(self, context: Context, path: str) -> None:
         """Send held metrics."""
         self._flush(context, path)

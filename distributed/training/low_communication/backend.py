@@ -46,6 +46,7 @@ class LowCommunicationBackend(ProcessGroupBackend):
     counts_with_gradients = False
     sums_gradients = True
     reads_own_parameters = True
+    repeats_windows = False
     merging: Merging
     _codec: Compression | None = None
     _own_samples = 0

@@ -52,7 +52,7 @@ class Trained:
             p.grad = torch.randn(p.shape, generator=generator)
         for _ in range(step):
             self.optimizer.step()
-            schedule.after_step()
+            schedule.after_step(step + 1)
         self.callback = Counting()
         self.callback.state = {"seen": step, "best": torch.ones(3), 7: (1, {2})} if step else {}
         callbacks = CallbackRunner(None, [], None)  # type: ignore[arg-type]
