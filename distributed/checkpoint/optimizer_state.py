@@ -22,7 +22,15 @@ _PREFIX = "optimizer."
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a step is computed here, not what it computes: these follow the machine."""
 # Hyper-parameters that distinguish families of optimizers in all implementations.
-_FAMILY = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"})
+_FAMILY = frozenset(
+    {
+        *("betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"),
+        "momentum_decay",
+    }
+)
+KIND = frozenset({"decoupled_weight_decay"})
+"""What distinguishes two optimizers of a family that have the same state, such as AdamW and Adam: a checkpoint
+does not change it."""
 
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
 
@@ -170,7 +178,7 @@ def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Set `group`'s hyper-parameters to the saved ones; a tensor stays the tensor it is."""
     for key, value in saved.items():
         current = group.get(key)
-        if key in (NAMES, SCALAR_DTYPES) or key in IMPLEMENTATION:
+        if key in (NAMES, SCALAR_DTYPES) or key in IMPLEMENTATION or (key in KIND and key in group):
             continue
         if isinstance(current, Tensor):
             with torch.no_grad():

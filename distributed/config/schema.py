@@ -253,6 +253,12 @@ class DistributedConfig(BaseModel):
         " or URL.",
         json_schema_extra={"path": True},
     )
+    init_from: str | None = Field(
+        None,
+        description="Path or URL of a checkpoint of which a new run takes only the weights: those whose name"
+        " and shape are the model's. A resumed run takes everything from its own checkpoint.",
+        json_schema_extra={"path": True},
+    )
     return_weights: Literal["auto", "full", "none"] = Field(
         "auto", description="Whether `fit` copies the trained weights into the caller's model."
     )
@@ -326,7 +332,7 @@ class DistributedConfig(BaseModel):
     def _rule_alone(cls, value: Any) -> Any:
         return {"rule": value} if isinstance(value, str) else value
 
-    @field_validator("checkpoint_dir", "tensorboard_dir", mode="before")
+    @field_validator("checkpoint_dir", "init_from", "tensorboard_dir", mode="before")
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if hasattr(value, "__fspath__") else value

@@ -15,6 +15,7 @@ from distributed.checkpoint.torch_state import (
     export_replicated,
     import_replicated,
     named_tensors,
+    report_differences,
 )
 from distributed.checkpoint.weight_digests import weight_digests
 from distributed.config import DistributedConfig
@@ -107,6 +108,7 @@ class RankState(PrecisionMixin, Backend):
         )
 
     def import_state(self, reader: StateReader) -> None:
+        self.report_differences(reader)
         import_replicated(reader, self.module, self.optimizer, pieces=self.pieces, held=self.held)
         if self.config.optimizer_bits != 32:
             from distributed.training.low_bit import pack_state
@@ -118,6 +120,11 @@ class RankState(PrecisionMixin, Backend):
             self.compression.restore(reader, self._exchanged())
         elif self.world.rank == 0:
             report_dropped(reader)
+
+    def report_differences(self, reader: StateReader) -> None:
+        """Warn once of what is not the same in the checkpoint and in this model."""
+        if self.world.rank == 0:
+            report_differences(reader, self.module, self.parts)
 
     def leftover_state(self) -> Any:
         return None if self.compression is None else self.compression.leave()

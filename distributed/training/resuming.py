@@ -11,6 +11,7 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.collective_errors import complete, on_rank_zero
 from distributed.checkpoint.file_names import MANIFEST
 from distributed.checkpoint.object_store import located
+from distributed.checkpoint.optimizer_state import IMPLEMENTATION, KIND
 from distributed.checkpoint.overlaid_reader import OverlaidReader
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
@@ -30,6 +31,7 @@ class Resumer:
 
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
+        self._saved_hyperparameters: list[dict[str, Any]] = []
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -38,6 +40,12 @@ class Resumer:
         Raises:
             UserError: the path given is no checkpoint or a damaged one, or is of another model.
         """
+        found = self._load_newest()
+        if found:
+            self._compare_hyperparameters()
+        return found
+
+    def _load_newest(self) -> bool:
         config, backend, own = self.saver.config, self.saver.backend, self.saver.checkpointer
         source: bool | str = config.resume_from_checkpoint
         if config.is_elastic and own is not None:
@@ -142,7 +150,12 @@ class Resumer:
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
         _check_one_model(reader, backend)
-        complete(backend, lambda: backend.import_state(reader))
+        try:
+            complete(backend, lambda: backend.import_state(reader))
+        except UserError as error:
+            more = f"{error.details.get('remedy') or 'Resume from another checkpoint'}, or let a new run take"
+            remedy = f"{more} only the weights: set init_from={path} and another checkpoint_dir"
+            raise UserError(error.message, **{**error.details, "remedy": remedy}) from None
         complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
         records = on_rank_zero(backend, lambda: _records_of(reader))
@@ -166,21 +179,26 @@ class Resumer:
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
         state.restore(saved, {**rank, **self._stream(reader, own)})
-        self._warn_of_rates(saved.get("config") or {})
+        self._saved_hyperparameters = saved.get("hyperparameters") or []
 
-    def _warn_of_rates(self, saved: Mapping[str, Any]) -> None:
-        """The optimizer's state brings its own hyperparameters."""
-        config = self.saver.config
-        for name in ("learning_rate", "weight_decay", "momentum"):
-            own = getattr(config, name)
-            if name in saved and saved[name] != own and config.checkpoint.hyperparameters != "given":
-                log_on_rank_zero(
-                    self.saver.backend,
-                    logging.WARNING,
-                    "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
-                    " checkpoint.hyperparameters=given to change it",
-                    *(name, own, saved[name]),
-                )
+    def _compare_hyperparameters(self) -> None:
+        """Report which of two values wins where the optimizer was built with others than in the run that
+        saved; the state of the optimizer brings its own."""
+        takes_given = self.saver.config.checkpoint.hyperparameters == "given"
+        for own, saved in zip(self.saver.state.hyperparameters, self._saved_hyperparameters, strict=False):
+            rates = [group.get("initial_lr", group.get("lr")) for group in (own, saved)]
+            others = own.keys() & saved.keys() - IMPLEMENTATION - {"lr", "initial_lr"}
+            for name, here, there in [("lr", *rates), *((n, own[n], saved[n]) for n in sorted(others))]:
+                if repr(here) == repr(there):
+                    continue
+                message = "%s=%s takes the place of the checkpoint's, %s"
+                if not takes_given and name not in KIND:
+                    own |= dict.fromkeys(["lr", "initial_lr"] if name == "lr" else [name], there)
+                    message = (
+                        "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
+                        " checkpoint.hyperparameters=given to change it"
+                    )
+                log_on_rank_zero(self.saver.backend, logging.WARNING, message, name, here, there)
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
         """Where in an iterable dataset the epoch was saved, if it was inside one.

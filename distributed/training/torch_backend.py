@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed.checkpoint.initial_weights import take_weights
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.placement import World
 from distributed.interfaces.plan import BatchPlan, RunPlan
@@ -94,6 +95,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
+        self._differentiates = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
@@ -123,6 +125,8 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if self.compression is not None and task.run_state:
             self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
+        if self.config.init_from is not None and task.progress is None:
+            take_weights(self.config.init_from, built, self.world.rank == 0)
         built.zero_grad(set_to_none=True)
         self._check_model(built, task)
         self._hooks = DeferredHooks(built.parameters())
@@ -435,13 +439,27 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         found: dict[str, tuple[Any, Any]] = {}
         with torch.no_grad(), self.autocast():
             for batch, num_samples in window.micro_batches:
-                terms = self.evaluate(self.to_device(batch), num_samples) if num_samples else {}
-                for name, (total, count) in terms.items():
-                    before = found.get(name, (0, 0))
-                    found[name] = (before[0] + total, before[1] + count)
                 if not num_samples:
                     self.evaluate_stand_in(batch)
+                    continue
+                for name, pair in self._evaluate(self.to_device(batch), num_samples).items():
+                    before = found.get(name, (0, 0))
+                    total, count = (p.detach() if isinstance(p, Tensor) else p for p in pair)
+                    found[name] = (before[0] + total, before[1] + count)
         return found
+
+    def _evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
+        """`evaluate`, with gradients where model, loss or step take derivatives in validation, too."""
+        if not self._differentiates:
+            try:
+                return self.evaluate(batch, num_samples)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+        with torch.enable_grad():
+            terms = self.evaluate(batch, num_samples)
+        self._differentiates = True
+        return terms
 
     def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
         """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""

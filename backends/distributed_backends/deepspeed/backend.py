@@ -411,6 +411,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return
         shown, pieces = sharded.view()
         sharded.release_gathered()
+        self.report_differences(reader)
         import_replicated(reader, self.module, shown, pieces=pieces, parts=sharded.parts)
         sharded.take(shown)
         if sharded.partitioned:
