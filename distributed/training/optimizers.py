@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from distributed.checkpoint.optimizer_state import parts_of
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
@@ -197,11 +198,12 @@ def follow_parameters(optimizer: Optimizer, before: Mapping[str, nn.Parameter], 
     """
     now = dict(model.named_parameters())
     replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    for old, new in replaced.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            group["params"] = [replaced.get(p, p) for p in group["params"]]
+        for old, new in replaced.items():
+            if old in part.state:
+                part.state[new] = part.state.pop(old)
 
 
 def build_scheduler(
