@@ -32,8 +32,8 @@ _FAMILY = frozenset(
     }
 )
 KIND = frozenset({"decoupled_weight_decay"})
-"""What distinguishes two optimizers of a family that have the same state, such as AdamW and Adam: a checkpoint
-does not change it."""
+"""What distinguishes two optimizers with the same state, such as AdamW and Adam: a checkpoint does not change
+it."""
 
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
 
@@ -180,8 +180,7 @@ def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, 
         pairs.append((group, match))
     if left:
         raise UserError(
-            f"the optimizer has {len(pairs)} parameter groups and the checkpoint"
-            f" {len(reader.groups)}",
+            f"the optimizer has {len(pairs)} parameter groups and the checkpoint {len(reader.groups)}",
             remedy="Build the optimizer with the same groups",
         )
     return pairs

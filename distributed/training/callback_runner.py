@@ -9,6 +9,12 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
 from distributed.interfaces.callback import Callback, Context
 from distributed.registry.catalog import Catalog
+from distributed.training.callback_state import (
+    ATTRIBUTES,
+    attributes_of,
+    fingerprints,
+    restore_attributes,
+)
 
 
 class CallbackRunner:
@@ -31,9 +37,14 @@ class CallbackRunner:
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
         self._called: Callback | None = None
+        self._before: dict[int, dict[str, str]] = {}
 
-    def gather(self) -> None:
-        """Collect the callbacks of this rank."""
+    def gather(self, continues: bool = False) -> None:
+        """Collect the callbacks of this rank.
+
+        Args:
+            continues: an earlier `fit` may have changed them.
+        """
         found = list(self.given)
         for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
             found += registered
@@ -45,6 +56,7 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
+        self._before = {} if continues else {id(callback): fingerprints(callback) for callback in found}
 
     def guard(self, settings: SharedSettings | None) -> None:
         """From now on, refuse a callback on rank 0 alone that changes one of `settings`."""
@@ -84,8 +96,16 @@ class CallbackRunner:
 
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""
-        states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.active]
+        states = [[type(callback).__qualname__, self._state_of(callback)] for callback in self.active]
         return [entry for entry in states if entry[1]]
+
+    def _state_of(self, callback: Callback) -> dict[str, Any]:
+        if type(callback).state_dict is not Callback.state_dict:
+            return callback.state_dict()
+        if all(callback is not given for given in self.given):
+            return {}  # plugins save what they need
+        found = attributes_of(callback, self._before.get(id(callback), {}), self.context)
+        return {ATTRIBUTES: found} if found else {}
 
     def restore(self, states: Sequence[list[Any]]) -> None:
         """Give each callback the next state of its class. Ranks may have different callbacks."""
@@ -94,4 +114,7 @@ class CallbackRunner:
             found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
             if found is not None:
                 left.remove(found)
-                callback.load_state_dict(found[1])
+                if found[1].keys() == {ATTRIBUTES}:
+                    restore_attributes(callback, found[1][ATTRIBUTES], self.context)
+                else:
+                    callback.load_state_dict(found[1])

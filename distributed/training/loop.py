@@ -347,7 +347,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if task.run_state:
             self._continue_fit(task.run_state)
         self.timers.enter("resume")
-        self.callbacks.gather()
+        self.callbacks.gather(continues=task.progress is not None)
         self.saver.prepare()
         if task.state_dir is None and task.given_dir is not None:
             self.resumer.take_given(task.given_dir)

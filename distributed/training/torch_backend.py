@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -24,9 +24,10 @@ from distributed.interfaces.task import Task
 from distributed.planner.auto_batch import most_divided
 from distributed.training.agreement import Settings, check_same_model, check_same_torch
 from distributed.training.batch_transfer import Transfers
+from distributed.training.carried_state import CarriedState, check_carried
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
-from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
+from distributed.training.forward_state import Buffers
 from distributed.training.gradient_scaling import (
     group_by_dtype,
     inverse,
@@ -95,7 +96,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
-        self._differentiates = False
+        self._differentiates = self._several = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
@@ -168,7 +169,9 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
-        self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
+        self._several = several
+        self._watches_buffers = self.config.chooses_batch or several or self.config.checkpoint_dir is not None
+        self.mark_buffers()
         if not self.follows_requires_grad:
             self._trainable = {name: (p, p.requires_grad) for name, p in self.module.named_parameters()}
 
@@ -237,7 +240,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
-        first = Buffers(self.module) if self._watches_buffers else None
+        first = CarriedState(self.module) if self._watches_buffers else None
         counted, known = self.objective.counted, self.known_counts(window)
         scale = self._gradient_share / window.num_samples
         if counted and self.num_contributors == 1 and None not in known:
@@ -247,8 +250,14 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self.last_batch.end()
         if first is not None:
             self._watches_buffers = False
-            (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
+            check_carried(self, first, window, self._several)
         return total, count
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        before = Buffers(self.module)
+        yield
+        before.restore_values()
 
     def run_micro_batches(
         self, window: Window, scale: float, known: Sequence[float | None]
@@ -470,7 +479,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         if not self.copies_in_evaluation:
             return
         before = Untouched(self.module)
-        self.evaluate(self.to_device(stand_in(batch)), 0)
+        self._evaluate(self.to_device(stand_in(batch)), 0)
         before.restore()
 
     def to_device(self, batch: Any) -> Any:

@@ -388,7 +388,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return super().export_state()
         shown, pieces = self.sharded.view()
         world = self.world
-        return export_replicated(
+        state = export_replicated(
             self.module,
             shown,
             self.scaler_state(),
@@ -398,6 +398,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             parts=self.parts,
             held=self.exports,
         )
+        state.chunks += self.changed_buffers()
+        return state
 
     def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
         if self.sharded is not None:
@@ -413,6 +415,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
         sharded.release_gathered()
         self.report_differences(reader)
         import_replicated(reader, self.module, shown, pieces=pieces, parts=sharded.parts)
+        self.restore_buffers(reader)
         sharded.take(shown)
         if sharded.partitioned:
             sharded.spread_masters()
