@@ -230,9 +230,9 @@ class DistributedConfig(BaseModel):
     sync_batchnorm: bool = Field(False, description="Compute BatchNorm statistics over all ranks.")
     carried_state: Literal["exact", "per_rank"] = Field(
         "exact",
-        description="State that a model carries from one forward pass to the next, such as a hidden state or a"
-        " queue. exact: refuse it where a step has several micro-batches or ranks, or a checkpoint would leave"
-        " it out; per_rank: each rank carries the state of its own micro-batches.",
+        description="State that a model carries from one forward pass to the next, such as a hidden state or"
+        " a queue. exact: refuse it where a step has several micro-batches or ranks, or a checkpoint would"
+        " leave it out; per_rank: each rank carries the state of its own micro-batches.",
     )
 
     # ZeRO

@@ -63,8 +63,8 @@ def restore_attributes(callback: Any, saved: Mapping[str, Any], context: Context
                 own.load_state_dict(value)
             except (RuntimeError, ValueError, KeyError) as error:
                 raise UserError(
-                    f"{type(callback).__name__}.{name} cannot be restored: it is made while training, and is no"
-                    " copy of the model",
+                    f"{type(callback).__name__}.{name} cannot be restored: it is made while training, and is"
+                    " no copy of the model",
                     field="callbacks",
                     got=type(callback).__name__,
                     remedy="Make it in __init__, or give the callback state_dict and load_state_dict",

@@ -1,7 +1,7 @@
 """State that a model carries from one forward pass to the next: hidden states, queues, averages of weights.
 
-A step of several micro-batches, or of several ranks, changes it otherwise than one micro-batch does. It is found
-by value: the loss of a batch is computed with the state before and after a forward pass.
+A step of several micro-batches, or of several ranks, changes it otherwise than one micro-batch does. It is
+found by value: the loss of a batch is computed with the state before and after a forward pass.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _refuse(names: list[str], several: bool) -> NoReturn:
         field="carried_state",
         got="exact",
         allowed="exact for buffers, on one rank without gradient accumulation; per_rank",
-        remedy="Train so (num_processes=1, gradient_accumulation_steps=1), or set carried_state=per_rank: each"
-        " rank carries the state of its own micro-batches, which depends on their number"
+        remedy="Train so (num_processes=1, gradient_accumulation_steps=1), or set carried_state=per_rank:"
+        " each rank carries the state of its own micro-batches, which depends on their number"
         if several
         else "Make it a buffer (register_buffer), or set carried_state=per_rank: a resumed run begins without"
         " it",
