@@ -18,6 +18,7 @@ from distributed.interfaces.framework import Framework
 from distributed.interfaces.placement import World
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Progress, Task
+from distributed.training.loss_parameters import with_loss
 
 __all__ = ["bring", "take_back"]
 
@@ -60,9 +61,11 @@ def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextMana
         changed = has_history
     else:
         same = held is not None and held == _settings(task, framework)
-        changed = not same or not framework.holds(PortableReader(task.state_dir), task.model, task.optimizer)
+        changed = not same or not framework.holds(
+            PortableReader(task.state_dir), with_loss(task.model, task.loss_fn), task.optimizer
+        )
     if changed:
-        state = framework.state_of(task.model, task.optimizer)
+        state = framework.state_of(with_loss(task.model, task.loss_fn), task.optimizer)
         scheduler = task.scheduler.state_dict() if hasattr(task.scheduler, "state_dict") else None
         given = {} if scheduler is None else {"scheduler": scheduler}
         store = PortableCheckpointer(str(folder / "given"), keep_last=None)
@@ -78,9 +81,9 @@ def take_back(reader: PortableReader, task: Task, framework: Framework) -> dict[
         `Task.held` of the next `fit`.
     """
     try:
-        framework.load_state(reader, task.model, task.optimizer)
+        framework.load_state(reader, with_loss(task.model, task.loss_fn), task.optimizer)
     except UserError as error:
-        framework.load_weights(reader, task.model)
+        framework.load_weights(reader, with_loss(task.model, task.loss_fn))
         logger.warning("the caller's optimizer was left as it was before training: %s", error)
     scheduler = reader.extra.get("scheduler")
     if scheduler is not None and hasattr(task.scheduler, "load_state_dict"):
@@ -90,7 +93,7 @@ def take_back(reader: PortableReader, task: Task, framework: Framework) -> dict[
 
 def _settings(task: Task, framework: Framework) -> dict[str, Any]:
     """What the caller's optimizer and scheduler hold beside tensors, as plain data."""
-    found = framework.settings_of(task.model, task.optimizer)
+    found = framework.settings_of(with_loss(task.model, task.loss_fn), task.optimizer)
     scheduler = task.scheduler.state_dict() if hasattr(task.scheduler, "state_dict") else None
     plain: dict[str, Any] = encode({"optimizer": found, "scheduler": scheduler}, "scheduler")
     return plain

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from distributed.interfaces.task import Task
+from distributed.training.loss_parameters import has_parameters
 
 __all__ = ["leave_objects", "refill", "take_objects"]
 
@@ -75,6 +76,8 @@ def _shared(task: Task) -> Iterator[tuple[str, Any]]:
             yield name, getattr(task, name)
     for number, callback in enumerate(task.callbacks):
         yield f"callbacks.{number}", callback
+    if has_parameters(task.loss_fn, task.model):  # which return as those of the model do
+        yield from ((f"loss tensor {name}", part) for name, part in task.loss_fn.named_parameters())
     if isinstance(task.model, nn.Module):
         yield from ((f"module {name}", part) for name, part in task.model.named_modules())
         yield from ((f"tensor {name}", part) for name, part in task.model.named_parameters())

@@ -75,9 +75,9 @@ def restore_attributes(callback: Any, saved: Mapping[str, Any], context: Context
 
 def _copy_of_model(callback: Any, context: Context) -> Any:
     if callback.all_ranks or context.world.size == 1:
-        with context.backend.whole_model() as model:
+        with context.whole_model() as model:
             return copy.deepcopy(model)
-    return copy.deepcopy(context.backend.module)
+    return copy.deepcopy(context.model)
 
 
 def _fingerprint(value: Any) -> str:

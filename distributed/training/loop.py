@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +54,7 @@ from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.system.output import print_line
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feeds
+from distributed.training.loss_parameters import unwrapped
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 from distributed.training.mixins.tracking import TrackingMixin
 from distributed.training.optimizers import hyperparameters, take_hyperparameters
@@ -119,9 +120,11 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def request_stop(self, reason: str, *, final: bool = True) -> None:
         self.consensus.request(reason, final)
 
-    def whole_model(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole_model(self) -> Iterator[Any]:
         self.callbacks.refuse_on_rank_zero("context.whole_model()")
-        return self.backend.whole_model()
+        with self.backend.whole_model() as model:
+            yield unwrapped(model)
 
     def log(self, name: str, value: float) -> None:
         if self.records.log(name, value):
@@ -325,7 +328,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def prepare(self) -> None:
         """Place model and optimizer on this rank and build the schedule. Collective."""
         self.backend.prepare(self.task)
-        self.model, self.optimizer = self.backend.module, self.backend.optimizer
+        self.model, self.optimizer = unwrapped(self.backend.module), self.backend.optimizer
         self._given = hyperparameters(self.optimizer)
         self.state.hyperparameters = hyperparameters(self.optimizer)
         if self.feed is not None:

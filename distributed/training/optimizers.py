@@ -17,6 +17,7 @@ from distributed.checkpoint.optimizer_state import parts_of
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
+from distributed.training.loss_parameters import unwrapped
 
 
 def build_model(model: Any, seed: int) -> nn.Module:
@@ -57,11 +58,11 @@ def _initialized(model: nn.Module) -> nn.Module:
 
 def check_trainable(model: nn.Module) -> None:
     """Raise a UserError when no parameter of `model` can learn, or `model` is a parallel wrapper."""
-    if isinstance(model, _WRAPPERS):
+    if isinstance(unwrapped(model), _WRAPPERS):
         raise UserError(
             "the model is already wrapped for several devices or processes",
             field="model",
-            got=type(model).__name__,
+            got=type(unwrapped(model)).__name__,
             allowed="the module itself",
             remedy="Give model.module; backend=pytorch-ddp wraps it",
         )

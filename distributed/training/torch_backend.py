@@ -38,6 +38,7 @@ from distributed.training.gradient_scaling import (
 from distributed.training.last_batch import LastBatch
 from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
 from distributed.training.mixins.levers import LeversMixin
+from distributed.training.loss_parameters import with_loss
 from distributed.training.model_traits import (
     META,
     Trait,
@@ -128,6 +129,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         built = self.build(task.model)
         if self.config.init_from is not None and task.progress is None:
             take_weights(self.config.init_from, built, self.world.rank == 0)
+        built = with_loss(built, task.loss_fn)
         built.zero_grad(set_to_none=True)
         self._check_model(built, task)
         self._hooks = DeferredHooks(built.parameters())
