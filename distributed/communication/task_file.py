@@ -119,14 +119,15 @@ class TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]
             hooks = {name: table for name in _HOOKS if (table := getattr(obj, name, None))}
             own = _own_attributes(obj)
             if hooks or own:
-                build, arguments, state, *_ = (*obj.__reduce_ex__(self.proto), None)
+                reduced: Any = obj.__reduce_ex__(self.proto)
+                build, arguments, state = (*reduced, None)[:3]
                 return _with_hooks((build, arguments, {**state, **own} if own else state), hooks)
         named = reduce_by_name(obj)
         return super().reducer_override(obj) if named is None else named
 
 
 def _own_attributes(obj: Any) -> dict[str, Any]:
-    """Attributes of an optimizer that torch's ``__getstate__`` drops, such as the optimizers that it joins."""
+    """Attributes of an optimizer that torch's ``__getstate__`` drops, such as those that it joins."""
     if getattr(type(obj), "__getstate__", None) is not torch.optim.Optimizer.__getstate__:
         return {}
     of_torch = vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"step"}  # which a scheduler wraps

@@ -56,7 +56,7 @@ def restore_attributes(callback: Any, saved: Mapping[str, Any], context: Context
     for name, entry in saved.items():
         value = _moved(entry["value"], context.world.device) if entry["on_device"] else entry["value"]
         if entry["is_object"]:
-            own = getattr(callback, name, None)
+            own: Any = getattr(callback, name, None)
             if not hasattr(own, "load_state_dict"):
                 own = _copy_of_model(callback, context)
             try:

@@ -12,8 +12,8 @@ __all__ = ["WithLoss", "has_parameters", "unwrapped", "with_loss"]
 class WithLoss(nn.Module):
     """A model and its loss as one module, whose forward pass and attributes are those of the model.
 
-    The model is `module`, a name that checkpoints leave out, so that its parameters keep their names; those of
-    the loss begin with ``loss_fn.``.
+    The model is `module`, a name that checkpoints leave out, so that its parameters keep their names; those
+    of the loss begin with ``loss_fn.``.
     """
 
     def __init__(self, model: nn.Module, loss_fn: nn.Module) -> None:

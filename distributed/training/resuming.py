@@ -188,7 +188,8 @@ class Resumer:
         for own, saved in zip(self.saver.state.hyperparameters, self._saved_hyperparameters, strict=False):
             rates = [group.get("initial_lr", group.get("lr")) for group in (own, saved)]
             others = own.keys() & saved.keys() - IMPLEMENTATION - {"lr", "initial_lr"}
-            for name, here, there in [("lr", *rates), *((n, own[n], saved[n]) for n in sorted(others))]:
+            compared: list[tuple[str, Any, Any]] = [("lr", rates[0], rates[1])]
+            for name, here, there in [*compared, *((n, own[n], saved[n]) for n in sorted(others))]:
                 if repr(here) == repr(there):
                     continue
                 message = "%s=%s takes the place of the checkpoint's, %s"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +27,6 @@ from distributed.training.batch_transfer import Transfers
 from distributed.training.carried_state import CarriedState, check_carried
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
-from distributed.training.forward_state import Buffers
 from distributed.training.gradient_scaling import (
     group_by_dtype,
     inverse,
@@ -36,9 +35,10 @@ from distributed.training.gradient_scaling import (
     scale_factor,
 )
 from distributed.training.last_batch import LastBatch
-from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
-from distributed.training.mixins.levers import LeversMixin
 from distributed.training.loss_parameters import with_loss
+from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
+from distributed.training.mixins.evaluation import EvaluationMixin
+from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
     Trait,
@@ -60,7 +60,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
-from distributed.training.placeholders import Untouched, stand_in, with_stand_ins
+from distributed.training.placeholders import Untouched, with_stand_ins
 from distributed.training.rank_state import RankState
 from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
@@ -69,7 +69,7 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(LeversMixin, AccumulationMixin, RankState):
+class TorchBackend(LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
@@ -97,7 +97,7 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
-        self._differentiates = self._several = False
+        self._several = False
         self._trainable: dict[str, tuple[nn.Parameter, bool]] = {}
 
     # -- who and where ---------------------------------------------------------------
@@ -254,12 +254,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
             self._watches_buffers = False
             check_carried(self, first, window, self._several)
         return total, count
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        before = Buffers(self.module)
-        yield
-        before.restore_values()
 
     def run_micro_batches(
         self, window: Window, scale: float, known: Sequence[float | None]
@@ -445,44 +439,6 @@ class TorchBackend(LeversMixin, AccumulationMixin, RankState):
     def set_training(self, training: bool) -> None:
         """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
         self._modes.set_training(self.module, training)
-
-    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
-        found: dict[str, tuple[Any, Any]] = {}
-        with torch.no_grad(), self.autocast():
-            for batch, num_samples in window.micro_batches:
-                if not num_samples:
-                    self.evaluate_stand_in(batch)
-                    continue
-                for name, pair in self._evaluate(self.to_device(batch), num_samples).items():
-                    before = found.get(name, (0, 0))
-                    total, count = (p.detach() if isinstance(p, Tensor) else p for p in pair)
-                    found[name] = (before[0] + total, before[1] + count)
-        return found
-
-    def _evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        """`evaluate`, with gradients where model, loss or step take derivatives in validation, too."""
-        if not self._differentiates:
-            try:
-                return self.evaluate(batch, num_samples)
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-        with torch.enable_grad():
-            terms = self.evaluate(batch, num_samples)
-        self._differentiates = True
-        return terms
-
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
-        return self.objective.evaluate(self.module, batch, num_samples)
-
-    def evaluate_stand_in(self, batch: Any) -> None:
-        """Take part in the collectives of a forward pass of the other ranks, where it has any."""
-        if not self.copies_in_evaluation:
-            return
-        before = Untouched(self.module)
-        self._evaluate(self.to_device(stand_in(batch)), 0)
-        before.restore()
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""

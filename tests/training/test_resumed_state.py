@@ -1,4 +1,4 @@
-"""What a resumed run continues with: the optimizer's kind, joined optimizers, carried state, callbacks, weights."""
+"""What a resumed run continues with: optimizers of several, carried state, callbacks, weights alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def distance(model: nn.Module, oracle: nn.Module) -> float:
     return max((a.double() - b.double()).abs().max().item() for a, b in pairs)
 
 
-def fit(model: Any, pool: RankPool | None, ranks: int, folder: Path, steps: int = STEPS, **given: Any) -> Trainer:
+def fit(
+    model: Any, pool: RankPool | None, ranks: int, folder: Path, steps: int = STEPS, **given: Any
+) -> Trainer:
     """Train two epochs, or the first `steps`; resume if there is a checkpoint."""
     val = given.pop("val", None)
     options = {
@@ -111,7 +113,9 @@ def test_which_hyperparameters_win_is_said(
     model = new_model()
     with caplog.at_level(logging.WARNING):
         fit(model, None, 1, tmp_path, optimizer=optimizer(0.02, 0.5), **options)
-    said = "takes the place of the checkpoint's" if wins == "given" else "has no effect: the run continues with"
+    said = (
+        "takes the place of the checkpoint's" if wins == "given" else "has no effect: the run continues with"
+    )
     assert f"lr=0.02 {said}" in caplog.text
     assert f"betas=(0.5, 0.99) {said}" in caplog.text
     assert "weight_decay" not in caplog.text
@@ -268,7 +272,7 @@ def test_untied_weights_and_other_dtypes_are_named(
         fit(Tied(False).float(), None, 1, tmp_path, backend="serial")
     assert "'second.weight' was 'first.weight' in the checkpoint, and not in this model" in caplog.text
     assert "float64 in the checkpoint and float32 in this model" in caplog.text
-    with pytest.raises(UserError, match="the model lacks: 'second.weight'"):
+    with pytest.raises(UserError, match=r"the model lacks: 'second\.weight'"):
         fit(Tied(True).float(), None, 1, tmp_path, STEPS + 1, backend="serial")
 
 
@@ -325,11 +329,18 @@ def test_carried_state_is_refused_where_steps_have_several_micro_batches(
     if ranks == 1:
         options["gradient_accumulation_steps"] = 2
     for kind in ("buffer", "attribute"):
+        options.pop("carried_state", None)
         with pytest.raises(UserError, match="carries state from one forward pass to the next") as caught:
             fit(carried(kind), rank_pool, ranks, tmp_path / kind, 2, **options)
         assert "set carried_state=per_rank" in str(caught.value)
         run = fit(
-            carried(kind), rank_pool, ranks, tmp_path / "allowed" / kind, 2, carried_state="per_rank", **options
+            carried(kind),
+            rank_pool,
+            ranks,
+            tmp_path / "allowed" / kind,
+            2,
+            carried_state="per_rank",
+            **options,
         )
         assert run.history is not None
         assert len(run.history.steps["loss"]) == 2
