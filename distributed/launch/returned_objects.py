@@ -77,7 +77,8 @@ def _shared(task: Task) -> Iterator[tuple[str, Any]]:
     for number, callback in enumerate(task.callbacks):
         yield f"callbacks.{number}", callback
     if has_parameters(task.loss_fn, task.model):  # which return as those of the model do
-        yield from ((f"loss tensor {name}", part) for name, part in task.loss_fn.named_parameters())
+        loss_fn: Any = task.loss_fn
+        yield from ((f"loss tensor {name}", part) for name, part in loss_fn.named_parameters())
     if isinstance(task.model, nn.Module):
         yield from ((f"module {name}", part) for name, part in task.model.named_modules())
         yield from ((f"tensor {name}", part) for name, part in task.model.named_parameters())
