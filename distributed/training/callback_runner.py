@@ -37,7 +37,7 @@ class CallbackRunner:
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
         self._called: Callback | None = None
-        self._before: dict[int, dict[str, str]] = {}
+        self._at_start: dict[int, dict[str, str]] = {}
 
     def gather(self, continues: bool = False) -> None:
         """Collect the callbacks of this rank.
@@ -56,7 +56,7 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
-        self._before = {} if continues else {id(callback): fingerprints(callback) for callback in found}
+        self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
 
     def guard(self, settings: SharedSettings | None) -> None:
         """From now on, refuse a callback on rank 0 alone that changes one of `settings`."""
@@ -104,7 +104,7 @@ class CallbackRunner:
             return callback.state_dict()
         if all(callback is not given for given in self.given):
             return {}  # plugins save what they need
-        found = attributes_of(callback, self._before.get(id(callback), {}), self.context)
+        found = attributes_of(callback, self._at_start.get(id(callback), {}), self.context)
         return {ATTRIBUTES: found} if found else {}
 
     def restore(self, states: Sequence[list[Any]]) -> None:

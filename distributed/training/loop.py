@@ -330,7 +330,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.backend.prepare(self.task)
         self.model, self.optimizer = unwrapped(self.backend.module), self.backend.optimizer
         self._given = hyperparameters(self.optimizer)
-        self.state.hyperparameters = hyperparameters(self.optimizer)
+        self.state.keep_hyperparameters(hyperparameters(self.optimizer))
         if self.feed is not None:
             self.feed.deal(self.backend.fewest_samples)
         for feed in self.validator.feeds.values():

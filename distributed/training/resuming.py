@@ -192,14 +192,18 @@ class Resumer:
             for name, here, there in [*compared, *((n, own[n], saved[n]) for n in sorted(others))]:
                 if repr(here) == repr(there):
                     continue
-                message = "%s=%s takes the place of the checkpoint's, %s"
-                if not takes_given and name not in KIND:
+                message, level = "%s=%s takes the place of the checkpoint's, %s", logging.WARNING
+                if takes_given:
+                    level = logging.INFO  # it was asked for
+                elif name not in KIND:
                     own |= dict.fromkeys(["lr", "initial_lr"] if name == "lr" else [name], there)
                     message = (
                         "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
                         " checkpoint.hyperparameters=given to change it"
                     )
-                log_on_rank_zero(self.saver.backend, logging.WARNING, message, name, here, there)
+                if name == "lr" and here == self.saver.config.learning_rate:
+                    name = "learning_rate"
+                log_on_rank_zero(self.saver.backend, level, message, name, here, there)
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
         """Where in an iterable dataset the epoch was saved, if it was inside one.

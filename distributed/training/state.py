@@ -161,6 +161,10 @@ class TrainState:
         """Keep the digests of frozen parameters; those that `restore` loads take precedence."""
         self.frozen_at_start = digests
 
+    def keep_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """Keep the hyperparameters with which the optimizer was built."""
+        self.hyperparameters = groups
+
     def name_run(self, backend: Backend) -> str:
         """The run's lineage, drawn on rank 0 when there is none yet. Collective."""
         if self.lineage is None:

@@ -111,7 +111,7 @@ def test_which_hyperparameters_win_is_said(
     options = {"checkpoint": {"hyperparameters": wins}, "backend": "serial"}
     fit(new_model(), None, 1, tmp_path, 5, optimizer=optimizer(0.05, 0.8), **options)
     model = new_model()
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         fit(model, None, 1, tmp_path, optimizer=optimizer(0.02, 0.5), **options)
     said = (
         "takes the place of the checkpoint's" if wins == "given" else "has no effect: the run continues with"
