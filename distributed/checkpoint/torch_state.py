@@ -352,8 +352,9 @@ def report_differences(reader: StateReader, model: nn.Module, parts: Parts) -> N
     untied = [name for name in tensors if reader.aliases.get(name, name) in tensors.keys() - {name}]
     if untied:
         logger.warning(
-            "%s %s '%s' in the checkpoint, and not in this model: both start with its values and state",
-            *(few(untied), "was" if len(untied) == 1 else "were", reader.aliases[untied[0]]),
+            "weights that were tied in the checkpoint are not in this model: %s and '%s' start with the same"
+            " values and state",
+            *(few(untied), reader.aliases[untied[0]]),
         )
     other: dict[tuple[str, str], list[str]] = {}
     for name, saved in same_tensors(reader, tensors, aliases).items():
@@ -362,8 +363,11 @@ def report_differences(reader: StateReader, model: nn.Module, parts: Parts) -> N
         if tensor.is_floating_point() and dtypes[0] != dtypes[1]:
             other.setdefault(dtypes, []).append(name)
     for (before, now), names in other.items():
-        message = "%s: %s in the checkpoint and %s in this model, which trains on in the second"
-        logger.warning(message, few(names), before, now)
+        logger.warning(
+            "the model has another dtype than the checkpoint: %s in the checkpoint and %s in this model,"
+            " which trains on in its own (%s)",
+            *(before, now, few(names)),
+        )
 
 
 def few(names: list[str]) -> str:

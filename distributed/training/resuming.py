@@ -153,9 +153,9 @@ class Resumer:
         try:
             complete(backend, lambda: backend.import_state(reader))
         except UserError as error:
-            more = f"{error.details.get('remedy') or 'Resume from another checkpoint'}, or let a new run take"
-            remedy = f"{more} only the weights: set init_from={path} and another checkpoint_dir"
-            raise UserError(error.message, **{**error.details, "remedy": remedy}) from None
+            more = f"{error.remedy or 'Resume from another checkpoint'}, or let a new run take"
+            error.remedy = f"{more} only the weights: set init_from={path} and another checkpoint_dir"
+            raise
         complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
         records = on_rank_zero(backend, lambda: _records_of(reader))
@@ -192,18 +192,24 @@ class Resumer:
             for name, here, there in [*compared, *((n, own[n], saved[n]) for n in sorted(others))]:
                 if repr(here) == repr(there):
                     continue
-                message, level = "%s=%s takes the place of the checkpoint's, %s", logging.WARNING
-                if takes_given:
-                    level = logging.INFO  # it was asked for
-                elif name not in KIND:
-                    own |= dict.fromkeys(["lr", "initial_lr"] if name == "lr" else [name], there)
-                    message = (
-                        "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
-                        " checkpoint.hyperparameters=given to change it"
+                is_field = name == "lr" and here == self.saver.config.learning_rate
+                values = "learning_rate" if is_field else name, here, there
+                if takes_given or name in KIND:
+                    log_on_rank_zero(
+                        self.saver.backend,
+                        logging.INFO if takes_given else logging.WARNING,  # it was asked for
+                        "the optimizer is built with %s=%s, in place of the checkpoint's, %s",
+                        *values,
                     )
-                if name == "lr" and here == self.saver.config.learning_rate:
-                    name = "learning_rate"
-                log_on_rank_zero(self.saver.backend, level, message, name, here, there)
+                    continue
+                own |= dict.fromkeys(["lr", "initial_lr"] if name == "lr" else [name], there)
+                log_on_rank_zero(
+                    self.saver.backend,
+                    logging.WARNING,
+                    "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
+                    " checkpoint.hyperparameters=given to change it",
+                    *values,
+                )
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:
         """Where in an iterable dataset the epoch was saved, if it was inside one.
