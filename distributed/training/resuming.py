@@ -32,6 +32,7 @@ class Resumer:
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
         self._saved_hyperparameters: list[dict[str, Any]] = []
+        self._fits = True
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -142,7 +143,11 @@ class Resumer:
         try:
             self._restore_all(path, given)
         except UserError as error:
-            raise UserError(f"cannot resume from {path}: {error.message}", **error.details) from None
+            details = error.details
+            if not self._fits:
+                remedy = f"{error.remedy or 'Resume from another checkpoint'}, or let a new run take only the"
+                details["remedy"] = f"{remedy} weights: set init_from={path} and another checkpoint_dir"
+            raise UserError(f"cannot resume from {path}: {error.message}", **details) from None
 
     def _restore_all(self, path: str, given: str | None) -> None:
         backend, state = self.saver.backend, self.saver.state
@@ -150,12 +155,9 @@ class Resumer:
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
         _check_one_model(reader, backend)
-        try:
-            complete(backend, lambda: backend.import_state(reader))
-        except UserError as error:
-            more = f"{error.remedy or 'Resume from another checkpoint'}, or let a new run take"
-            error.remedy = f"{more} only the weights: set init_from={path} and another checkpoint_dir"
-            raise
+        self._fits = False
+        complete(backend, lambda: backend.import_state(reader))
+        self._fits = True
         complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
         records = on_rank_zero(backend, lambda: _records_of(reader))
