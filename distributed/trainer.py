@@ -262,7 +262,7 @@ class Trainer:
             UserError: arguments that contradict each other, or data that cannot be split over ranks.
         """
         framework = self.framework
-        framework.check(self._model, self.optimizer)
+        framework.check(self._with_loss(), self.optimizer)
         self._check_unused()
 
         from distributed.data import Source, validation_sources
@@ -393,7 +393,15 @@ class Trainer:
 
         path = _newest(outcome)
         assert path is not None
-        self.framework.load_weights(PortableReader(path), self._model)
+        self.framework.load_weights(PortableReader(path), self._with_loss())
+
+    def _with_loss(self) -> Any:
+        """The model, with the loss where that has parameters of its own."""
+        if framework_of(self.loss_fn) != "torch":
+            return self._model
+        from distributed.training.loss_parameters import with_loss
+
+        return with_loss(self._model, self.loss_fn)
 
     def _is_module(self) -> bool:
         return self.framework.is_model(self._model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,97 @@ from distributed.system.strict_json import shown
 NAMES = "names"
 _LIVE = ("params", "param_names")
 SCALAR_DTYPES = "scalar_dtypes"
+_OWN = "own_state"
+"""Of the first group: what an optimizer's own ``state_dict`` returns, with references to state by name."""
+_REFERENCE = "state of"
 _PREFIX = "optimizer."
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a step is computed here, not what it computes: these follow the machine."""
 # Hyper-parameters that distinguish families of optimizers in all implementations.
-_FAMILY = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"})
+_FAMILY = frozenset(
+    {
+        *("betas", "momentum", "alpha", "rho", "lr_decay", "beta2_decay", "etas", "history_size"),
+        "momentum_decay",
+    }
+)
+KIND = frozenset({"decoupled_weight_decay"})
+"""What distinguishes two optimizers with the same state, such as AdamW and Adam: a checkpoint does not change
+it."""
 
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """`optimizer`, and the optimizers that it holds in attributes and steps itself."""
+    found = [optimizer]
+    for part in found:
+        for value in vars(part).values() if isinstance(part, Optimizer) else ():
+            held = value.values() if isinstance(value, dict) else value
+            for one in held if isinstance(value, list | tuple | dict) else [value]:
+                if isinstance(one, Optimizer) and all(one is not other for other in found):
+                    found.append(one)
+    return found
+
+
+def _all_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """The parameter groups of all parts; parts may share them."""
+    return list({id(group): group for part in parts_of(optimizer) for group in part.param_groups}.values())
+
+
+def _places(optimizer: Any) -> Iterator[tuple[str, Any, dict[str, Any], Tensor]]:
+    """(start of the slots' names, part, its group, parameter) of all state that parts may have."""
+    seen: list[Any] = []
+    for number, part in enumerate(parts_of(optimizer)):
+        if any(part.state is state for state in seen):
+            continue
+        seen.append(part.state)
+        prefix = f"{number}." if number else ""
+        yield from ((prefix, part, group, p) for group in part.param_groups for p in group["params"])
+
+
+def _slots(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor, str, Any]]:
+    """(group, parameter, slot, value) of the state of all parts."""
+    for prefix, part, group, p in _places(optimizer):
+        yield from ((group, p, prefix + slot, value) for slot, value in part.state.get(p, {}).items())
+
+
+def _own_state(optimizer: Any, names: Mapping[int, str]) -> Any:
+    """What the optimizer's own ``state_dict`` returns, with references in place of state that is exported by
+    name; None where it is torch's."""
+    if getattr(type(optimizer), "state_dict", None) in (None, Optimizer.state_dict):
+        return None
+    found = {
+        id(value): {_REFERENCE: [names[id(p)], slot]}
+        for _, p, slot, value in _slots(optimizer)
+        if isinstance(value, Tensor)
+    }
+    return _mapped(optimizer.state_dict(), lambda value: found.get(id(value), value))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to it, or else to what its containers hold."""
+    changed = change(value)
+    if changed is not value:
+        return changed
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change) for item in value)
+    return _copied(value)
+
+
+def _load_own(optimizer: Any, own: Any, names: Mapping[int, str]) -> None:
+    """Let the optimizer's own ``load_state_dict`` take what `_own_state` returned."""
+    found = {(names[id(p)], slot): value for _, p, slot, value in _slots(optimizer)}
+
+    def resolve(value: Any) -> Any:
+        is_reference = isinstance(value, dict) and value.keys() == {_REFERENCE}
+        return found[tuple(value[_REFERENCE])] if is_reference else value
+
+    fixed = [{key: g[key] for key in IMPLEMENTATION | KIND if key in g} for g in _all_groups(optimizer)]
+    optimizer.load_state_dict(_mapped(own, resolve))
+    for group, values in zip(_all_groups(optimizer), fixed, strict=True):
+        group.update(values)
 
 
 def export_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -40,16 +124,18 @@ def export_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[s
         UserError: a parameter is not the model's.
     """
     groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    dtypes: dict[int, dict[str, str]] = {}
+    for group, p, slot, value in _slots(optimizer):
+        if isinstance(value, Tensor) and _is_scalar(p, slot, value):
+            dtypes.setdefault(id(group), {})[slot] = str(value.dtype).removeprefix("torch.")
+    for number, group in enumerate(_all_groups(optimizer)):
         exported = {key: _copied(value) for key, value in group.items() if key not in _LIVE}
         exported[NAMES] = [_name(p, names, number) for p in group["params"]]
-        exported[SCALAR_DTYPES] = {
-            slot: str(value.dtype).removeprefix("torch.")
-            for p in group["params"]
-            for slot, value in optimizer.state.get(p, {}).items()
-            if isinstance(value, Tensor) and _is_scalar(p, slot, value)
-        }
+        exported[SCALAR_DTYPES] = dtypes.get(id(group), {})
         groups.append(exported)
+    own = _own_state(optimizer, names)
+    if own is not None:
+        groups[0][_OWN] = own
     return groups
 
 
@@ -57,15 +143,12 @@ def parameter_slots(
     optimizer: Optimizer, names: Mapping[int, str], scalars: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """(name, slot, tensor) of all state that has a shape; what has none goes into `scalars`."""
-    for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            name = _name(p, names, number)
-            for slot, value in optimizer.state.get(p, {}).items():
-                if isinstance(value, Tensor) and not _is_scalar(p, slot, value):
-                    yield name, slot, _dequantized(value)
-                else:
-                    number_or_data = value.item() if isinstance(value, Tensor) else _copied(value)
-                    scalars.setdefault(name, {})[slot] = number_or_data
+    for _, p, slot, value in _slots(optimizer):
+        name = _name(p, names, 0)
+        if isinstance(value, Tensor) and not _is_scalar(p, slot, value):
+            yield name, slot, _dequantized(value)
+        else:
+            scalars.setdefault(name, {})[slot] = value.item() if isinstance(value, Tensor) else _copied(value)
 
 
 def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, str]) -> Groups:
@@ -87,7 +170,7 @@ def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, 
         )
     left = list(reader.groups)
     pairs: Groups = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(_all_groups(optimizer)):
         wanted = {_name(p, names, number) for p in group["params"]}
         match = next((saved for saved in left if wanted == _owners(saved, reader)), None)
         if match is None:
@@ -97,8 +180,7 @@ def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, 
         pairs.append((group, match))
     if left:
         raise UserError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups and the checkpoint"
-            f" {len(reader.groups)}",
+            f"the optimizer has {len(pairs)} parameter groups and the checkpoint {len(reader.groups)}",
             remedy="Build the optimizer with the same groups",
         )
     return pairs
@@ -127,23 +209,37 @@ def import_optimizer(
     for key, name in reader.tensors():
         if key.startswith(_PREFIX):
             slots.setdefault(name, []).append(key.removeprefix(_PREFIX))
-    optimizer.state.clear()
     for group, saved in pairs:
         restore_group(group, saved)
-        for p in group["params"]:
-            name = names[id(p)]
-            if name not in dtypes:
-                continue
-            state: dict[str, Any] = {}
-            for slot in slots.get(name, []):
-                value = _read_slot(reader, slot, name, p, starts or {})
-                follows = value.is_floating_point() and value.dtype == dtypes[name]
-                value = value.to(local_part(p).device, p.dtype if follows else value.dtype)
-                state[slot] = wrap_like(p, value) if is_sharded(p) else value
-            for slot, number in reader.scalars.get(name, {}).items():
-                state[slot] = _scalar(optimizer, group, saved, slot, number, p)
-            if state:
-                optimizer.state[p] = state
+    for part in parts_of(optimizer):
+        part.state.clear()
+    saved_of = {id(group): saved for group, saved in pairs}
+    for prefix, part, group, p in _places(optimizer):
+        name, saved = names[id(p)], saved_of[id(group)]
+        if name not in dtypes:
+            continue
+        state: dict[str, Any] = {}
+        for slot in _of_part(slots.get(name, []), prefix):
+            value = _read_slot(reader, prefix + slot, name, p, starts or {})
+            follows = value.is_floating_point() and value.dtype == dtypes[name]
+            value = value.to(local_part(p).device, p.dtype if follows else value.dtype)
+            state[slot] = wrap_like(p, value) if is_sharded(p) else value
+        numbers, kinds = reader.scalars.get(name, {}), saved.get(SCALAR_DTYPES, {})
+        for slot in _of_part(numbers, prefix):
+            own_saved = {**saved, SCALAR_DTYPES: {slot: kinds.get(prefix + slot)}} if prefix else saved
+            state[slot] = _scalar(part, group, own_saved, slot, numbers[prefix + slot], p)
+        if state:
+            part.state[p] = state
+    if _OWN in reader.groups[0]:
+        _load_own(optimizer, reader.groups[0][_OWN], names)
+
+
+def _of_part(slots: Iterable[str], prefix: str) -> list[str]:
+    """Those of a part, without their `prefix`."""
+    numbered = [(slot, slot.partition(".")) for slot in slots]
+    if prefix:
+        return [tail for _, (head, dot, tail) in numbered if head + dot == prefix]
+    return [slot for slot, (head, dot, _) in numbered if not (dot and head.isdecimal())]
 
 
 def _read_slot(reader: StateReader, slot: str, name: str, p: Tensor, starts: Mapping[str, int]) -> Tensor:
@@ -170,7 +266,7 @@ def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Set `group`'s hyper-parameters to the saved ones; a tensor stays the tensor it is."""
     for key, value in saved.items():
         current = group.get(key)
-        if key in (NAMES, SCALAR_DTYPES) or key in IMPLEMENTATION:
+        if key in (NAMES, SCALAR_DTYPES, _OWN) or key in IMPLEMENTATION or (key in KIND and key in group):
             continue
         if isinstance(current, Tensor):
             with torch.no_grad():
@@ -183,7 +279,7 @@ def restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 def _is_scalar(p: Tensor, slot: str, value: Tensor) -> bool:
     # All state of a 0-dimensional parameter has no dimension; only its step is a counter.
-    return value.dim() == 0 and (p.dim() > 0 or slot == "step")
+    return value.dim() == 0 and (p.dim() > 0 or slot.rpartition(".")[2] == "step")
 
 
 def _scalar(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -36,12 +37,18 @@ __all__ = [
     "capture_rng",
     "check_shapes",
     "export_replicated",
+    "few",
+    "fill_model",
     "import_replicated",
     "load_full_model",
     "named_tensors",
+    "report_differences",
     "restore_rng",
+    "same_tensors",
     "stored_names",
 ]
+
+logger = logging.getLogger("distributed")
 
 MODEL = "model"
 Pieces = Mapping[Tensor, tuple[str, int]]
@@ -217,10 +224,10 @@ def import_replicated(
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
         pairs = check_groups(reader, optimizer, names)
-        dtypes = _fill_model(reader, model, here, stored, held, parts)
+        dtypes = fill_model(reader, model, here, stored, held, parts)
         import_optimizer(reader, optimizer, names, pairs, dtypes, {stored[n]: s for n, s in starts.items()})
     else:
-        _fill_model(reader, model, here, stored, held, parts)
+        fill_model(reader, model, here, stored, held, parts)
 
 
 def load_full_model(reader: StateReader, model: nn.Module) -> None:
@@ -306,6 +313,24 @@ def stored_names(
 
     Of a tied tensor's names, the one that saved it may have chosen another than this model.
     """
+    stored = same_tensors(reader, tensors, aliases)
+    missing = sorted(set(tensors) - set(stored))
+    saved = {name for key, name in reader.tensors() if key == MODEL}
+    unexpected = sorted(saved - set(stored.values()))
+    if missing or unexpected:
+        raise UserError(
+            "the checkpoint is of another model."
+            f" The model has, and the checkpoint lacks: {few(missing)}."
+            f" The checkpoint has, and the model lacks: {few(unexpected)}",
+            remedy="Build the model that was trained, or resume from another checkpoint",
+        )
+    return stored
+
+
+def same_tensors(
+    reader: StateReader, tensors: Mapping[str, Any], aliases: Mapping[str, str]
+) -> dict[str, str]:
+    """`stored_names` of those tensors that the checkpoint has."""
     saved = {name for key, name in reader.tensors() if key == MODEL}
     also = {owner: [alias for alias, o in aliases.items() if o == owner] for owner in aliases.values()}
     stored = {}
@@ -314,19 +339,39 @@ def stored_names(
         found = [n for n in (reader.aliases.get(c, c) for c in choices) if n in saved]
         if found:
             stored[name] = found[0]
-    missing = sorted(set(tensors) - set(stored))
-    unexpected = sorted(saved - set(stored.values()))
-    if missing or unexpected:
-        raise UserError(
-            "the checkpoint is of another model."
-            f" The model has, and the checkpoint lacks: {_few(missing)}."
-            f" The checkpoint has, and the model lacks: {_few(unexpected)}",
-            remedy="Build the model that was trained, or resume from another checkpoint",
-        )
     return stored
 
 
-def _few(names: list[str]) -> str:
+def report_differences(reader: StateReader, model: nn.Module, parts: Parts) -> None:
+    """Warn of parameters that were one in the checkpoint, and of values that loading rounds.
+
+    Args:
+        parts: as in `export_replicated`.
+    """
+    tensors, aliases = named_tensors(model)
+    untied = [name for name in tensors if reader.aliases.get(name, name) in tensors.keys() - {name}]
+    if untied:
+        logger.warning(
+            "weights that were tied in the checkpoint are not in this model: %s and '%s' start with the same"
+            " values and state",
+            *(few(untied), reader.aliases[untied[0]]),
+        )
+    other: dict[tuple[str, str], list[str]] = {}
+    for name, saved in same_tensors(reader, tensors, aliases).items():
+        tensor = parts[tensors[name]].data if parts and tensors[name] in parts else tensors[name]
+        dtypes = reader.dtype(MODEL, saved), str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_floating_point() and dtypes[0] != dtypes[1]:
+            other.setdefault(dtypes, []).append(name)
+    for (before, now), names in other.items():
+        logger.warning(
+            "the model has another dtype than the checkpoint: %s in the checkpoint and %s in this model,"
+            " which trains on in its own (%s)",
+            *(before, now, few(names)),
+        )
+
+
+def few(names: list[str]) -> str:
+    """The first three of `names` in words."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(f"'{name}'" for name in names[:3]) + more) or "nothing"
 
@@ -355,22 +400,22 @@ def check_shapes(
     unreal = [name for name, tensor in here.items() if tensor.is_meta]
     if unreal:
         raise UserError(
-            f"the model holds no data yet: {_few(unreal)} are on the meta device",
+            f"the model holds no data yet: {few(unreal)} are on the meta device",
             remedy="Call model.to_empty(device=...) before loading",
         )
 
 
 @torch.no_grad()
-def _fill_model(
+def fill_model(
     reader: StateReader,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     stored: Mapping[str, str],
-    held: Callable[[str], bool],
-    parts: Parts,
+    held: Callable[[str], bool] = _everything,
+    parts: Parts | None = None,
 ) -> dict[str, torch.dtype]:
     """Copy tensors and extra state; returns the saved dtypes by stored name."""
-    dtypes = {}
+    dtypes, parts = {}, parts or {}
     for name, tensor in tensors.items():
         part = parts.get(tensor)
         if part is None:

@@ -117,11 +117,21 @@ class TaskPickler(cloudpickle.Pickler):  # type: ignore[misc]
                 pass  # an array of a dtype that torch lacks is pickled
         if isinstance(obj, (torch.nn.Parameter, torch.optim.Optimizer)):
             hooks = {name: table for name in _HOOKS if (table := getattr(obj, name, None))}
-            if hooks:
+            own = _own_attributes(obj)
+            if hooks or own:
                 reduced: Any = obj.__reduce_ex__(self.proto)
-                return _with_hooks(reduced, hooks)
+                build, arguments, state = (*reduced, None)[:3]
+                return _with_hooks((build, arguments, {**state, **own} if own else state), hooks)
         named = reduce_by_name(obj)
         return super().reducer_override(obj) if named is None else named
+
+
+def _own_attributes(obj: Any) -> dict[str, Any]:
+    """Attributes of an optimizer that torch's ``__getstate__`` drops, such as those that it joins."""
+    if getattr(type(obj), "__getstate__", None) is not torch.optim.Optimizer.__getstate__:
+        return {}
+    of_torch = vars(torch.optim.SGD([torch.zeros(1)], 0.1)).keys() | {"step"}  # which a scheduler wraps
+    return {name: value for name, value in vars(obj).items() if name not in of_torch}
 
 
 def _with_hooks(reduced: tuple[Any, ...], hooks: dict[str, Any]) -> tuple[Any, ...]:

@@ -233,6 +233,12 @@ class DistributedConfig(BaseModel):
         " run at log steps; None disables.",
     )
     sync_batchnorm: bool = Field(False, description="Compute BatchNorm statistics over all ranks.")
+    carried_state: Literal["exact", "per_rank"] = Field(
+        "exact",
+        description="State that a model carries from one forward pass to the next, such as a hidden state or"
+        " a queue. exact: refuse it where a step has several micro-batches or ranks, or a checkpoint would"
+        " leave it out; per_rank: each rank carries the state of its own micro-batches.",
+    )
 
     # ZeRO
     zero_stage: int | None = Field(
@@ -256,6 +262,12 @@ class DistributedConfig(BaseModel):
         False,
         description="True: resume from the newest intact checkpoint in `checkpoint_dir`, if any. Text: path"
         " or URL.",
+        json_schema_extra={"path": True},
+    )
+    init_from: str | None = Field(
+        None,
+        description="Path or URL of a checkpoint of which a new run takes only the weights: those whose name"
+        " and shape are the model's. A resumed run takes everything from its own checkpoint.",
         json_schema_extra={"path": True},
     )
     return_weights: Literal["auto", "full", "none"] = Field(
@@ -331,7 +343,7 @@ class DistributedConfig(BaseModel):
     def _rule_alone(cls, value: Any) -> Any:
         return {"rule": value} if isinstance(value, str) else value
 
-    @field_validator("checkpoint_dir", "tensorboard_dir", mode="before")
+    @field_validator("checkpoint_dir", "init_from", "tensorboard_dir", mode="before")
     @classmethod
     def _path_to_text(cls, value: Any) -> Any:
         return str(value) if hasattr(value, "__fspath__") else value

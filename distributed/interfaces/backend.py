@@ -214,6 +214,10 @@ class Backend(ABC):
         last time it changes nothing.
         """
 
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """A context after which buffers that its forward passes have changed are as before."""
+        return nullcontext()
+
     @abstractmethod
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         """Forward of `window` without gradients: ``{name: (sum, count)}`` of this rank, for

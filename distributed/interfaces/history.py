@@ -17,7 +17,7 @@ class History:
         epochs: one dict per epoch: ``epoch``, ``step``, ``train_loss``, and with validation
             ``val_loss`` and ``val_<metric>``.
         steps: per-step series of equal length, keyed by name: ``step``, ``loss`` (mean over
-            the global batch), ``learning_rate``.
+            the global batch), ``learning_rate``. Empty series where nothing was left to train.
         logs: what was logged every `log_every_n_steps`: ``step``, ``loss``,
             ``learning_rate``, ``grad_norm``, ``samples_per_second``, memory, phase times.
         total_time: seconds spent in `fit`, starting ranks included.
@@ -37,7 +37,9 @@ class History:
     """
 
     epochs: list[dict[str, Any]] = field(default_factory=list)
-    steps: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, list[float]] = field(
+        default_factory=lambda: {"step": [], "loss": [], "learning_rate": []}
+    )
     logs: list[dict[str, float]] = field(default_factory=list)
     total_time: float = 0.0
     train_time: float = 0.0

@@ -78,6 +78,10 @@ class StateReader(ABC):
     def tensors(self) -> Mapping[tuple[str, str], tuple[int, ...]]:
         """``(key, name) -> shape`` of every tensor in the saved state."""
 
+    def dtype(self, key: str, name: str) -> str:
+        """Torch's name of a tensor's dtype, e.g. ``bfloat16``."""
+        return str(self.read(key, name, 0, 0).dtype).removeprefix("torch.")
+
     @abstractmethod
     def read(self, key: str, name: str, start: int = 0, length: int | None = None) -> Any:
         """Elements ``start .. start + length`` of the flattened tensor, as a CPU torch tensor.

@@ -21,6 +21,7 @@ from distributed.interfaces.task import Progress, Task
 from distributed.system.disk_room import needs_room, readable
 from distributed.system.host_memory import host_memory
 from distributed.system.tensors import digest_of
+from distributed.training.loss_parameters import with_loss
 
 __all__ = ["bring", "take_back"]
 
@@ -50,7 +51,7 @@ def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextMana
     held, task.held = task.held, None
     if not framework.is_model(task.model):
         return nullcontext()
-    optimizer = framework.optimizer_of(task.model, task.optimizer)
+    model, optimizer = _model(task), framework.optimizer_of(task.model, task.optimizer)
     has_history, first = framework.has_history(optimizer), task.state_dir is None
     now = {} if first and not has_history else _digests(task, framework)
     if held is not None and held["is_apart"]:
@@ -62,7 +63,7 @@ def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextMana
         given = {"scheduler": task.scheduler.state_dict()} if _has_state(task.scheduler) else {}
         store = PortableCheckpointer(str(folder / "given"), keep_last=None)
         extra = {"progress": asdict(Progress()), "given": given}
-        ranks: Any = _Caller(framework.state_of(task.model, optimizer))
+        ranks: Any = _Caller(framework.state_of(model, optimizer))
         with needs_room("what the script's objects hold, which ranks read from a file", folder):
             task.given_dir = store.save(ranks, extra, {})
     return framework.without_history(optimizer) if has_history else nullcontext()
@@ -74,15 +75,15 @@ def take_back(reader: PortableReader, task: Task, framework: Framework) -> dict[
     Returns:
         `Task.held` of the next `fit`.
     """
-    optimizer = framework.optimizer_of(task.model, task.optimizer)
+    model, optimizer = _model(task), framework.optimizer_of(task.model, task.optimizer)
     reason = _lack_of_memory(reader) if optimizer is not None else None
     if reason is None:
         try:
-            framework.load_state(reader, task.model, optimizer)
+            framework.load_state(reader, model, optimizer)
         except UserError as error:
             reason = str(error)
     if reason is not None:
-        framework.load_weights(reader, task.model)
+        framework.load_weights(reader, model)
         logger.warning(
             "the weights have returned, and the script's optimizer is as it was before training: %s. Another"
             " fit of this Trainer continues with the state that training left; for another Trainer, save"
@@ -118,6 +119,10 @@ def _ambiguous(optimizer: Any) -> UserError:
     )
 
 
+def _model(task: Task) -> Any:
+    return with_loss(task.model, task.loss_fn)
+
+
 def _has_state(scheduler: Any) -> bool:
     return hasattr(scheduler, "state_dict") and not isinstance(scheduler, type)
 
@@ -126,7 +131,7 @@ def _digests(task: Task, framework: Framework) -> dict[str, str]:
     """Digests of what the caller's objects hold now."""
     optimizer = framework.optimizer_of(task.model, task.optimizer)
     return {
-        "model": framework.digest(task.model),
+        "model": framework.digest(_model(task)),
         "optimizer": "" if optimizer is None else framework.digest(optimizer),
         "scheduler": digest_of(task.scheduler.state_dict()) if _has_state(task.scheduler) else "",
     }

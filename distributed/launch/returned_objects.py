@@ -21,6 +21,7 @@ from torch import nn
 
 from distributed.interfaces.task import Task
 from distributed.launch.refilling import functions, is_imported, parts, refill
+from distributed.training.loss_parameters import has_parameters
 
 __all__ = ["LeftObjects", "module_globals", "take_globals", "take_objects"]
 
@@ -153,6 +154,9 @@ def _shared(task: Task) -> Iterator[tuple[str, Any]]:
         if getattr(task, name) is not None:
             yield name, getattr(task, name)
     yield from _holders(task)
+    if has_parameters(task.loss_fn, task.model):  # which return as those of the model do
+        loss_fn: Any = task.loss_fn
+        yield from ((f"loss tensor {name}", part) for name, part in loss_fn.named_parameters())
     if isinstance(task.model, nn.Module):
         yield from ((f"module {name}", part) for name, part in task.model.named_modules())
         yield from ((f"tensor {name}", part) for name, part in task.model.named_parameters())

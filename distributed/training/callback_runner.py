@@ -10,6 +10,12 @@ from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
 from distributed.interfaces.callback import Callback, Context, listed
 from distributed.registry.catalog import Catalog
+from distributed.training.callback_state import (
+    ATTRIBUTES,
+    attributes_of,
+    fingerprints,
+    restore_attributes,
+)
 from distributed.training.seeding import same_streams, seed_numbers
 
 
@@ -33,9 +39,14 @@ class CallbackRunner:
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
         self._called: Callback | None = None
+        self._at_start: dict[int, dict[str, str]] = {}
 
-    def gather(self) -> None:
-        """Collect the callbacks of this rank."""
+    def gather(self, continues: bool = False) -> None:
+        """Collect the callbacks of this rank.
+
+        Args:
+            continues: an earlier `fit` may have changed them.
+        """
         found = list(self.given)
         with same_streams():
             for registered in self.catalog.manager.hook.register_callbacks(config=self.context.config):
@@ -48,6 +59,7 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
+        self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
 
     def guard(self, settings: SharedSettings | None) -> None:
         """From now on, refuse a callback that changes one of `settings` where ranks would not all follow."""
@@ -98,8 +110,16 @@ class CallbackRunner:
     def states(self) -> list[list[Any]]:
         """``[class, state]`` of each callback that has a state."""
         with same_streams():
-            states = [[type(callback).__qualname__, callback.state_dict()] for callback in self.active]
+            states = [[type(callback).__qualname__, self._state_of(callback)] for callback in self.active]
         return [entry for entry in states if entry[1]]
+
+    def _state_of(self, callback: Callback) -> dict[str, Any]:
+        if type(callback).state_dict is not Callback.state_dict:
+            return callback.state_dict()
+        if all(callback is not given for given in self.given):
+            return {}  # plugins save what they need
+        found = attributes_of(callback, self._at_start.get(id(callback), {}), self.context)
+        return {ATTRIBUTES: found} if found else {}
 
     def restore(self, states: Sequence[list[Any]]) -> None:
         """Give each callback the next state of its class. Ranks may have different callbacks."""
@@ -107,6 +127,10 @@ class CallbackRunner:
         with same_streams():
             for callback in self.active:
                 found = next((entry for entry in left if entry[0] == type(callback).__qualname__), None)
-                if found is not None:
-                    left.remove(found)
+                if found is None:
+                    continue
+                left.remove(found)
+                if found[1].keys() == {ATTRIBUTES}:
+                    restore_attributes(callback, found[1][ATTRIBUTES], self.context)
+                else:
                     callback.load_state_dict(found[1])

@@ -51,6 +51,14 @@ class Buffers:
             if _differs(tensor, values):
                 tensor.copy_(values)
 
+    @torch.no_grad()
+    def restore_values(self) -> None:
+        """Give every buffer that still has its shape its former values."""
+        for module, _, name, _, values in self._before:
+            tensor = module._buffers.get(name)
+            if tensor is not None and _differs(tensor, values):
+                tensor.copy_(values)
+
 
 def warn_of_changes(changed: list[str]) -> None:
     """Warn of buffers that the first forward passes have changed.

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +54,7 @@ from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.system.output import print_line
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feeds
+from distributed.training.loss_parameters import unwrapped
 from distributed.training.mixins.checkpointing import CheckpointingMixin
 from distributed.training.mixins.tracking import TrackingMixin
 from distributed.training.optimizers import hyperparameters, take_hyperparameters
@@ -120,9 +121,11 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def request_stop(self, reason: str, *, final: bool = True) -> None:
         self.consensus.request(reason, final)
 
-    def whole_model(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def whole_model(self) -> Iterator[Any]:
         self.callbacks.refuse_on_rank_zero("context.whole_model()")
-        return self.backend.whole_model()
+        with self.backend.whole_model() as model:
+            yield unwrapped(model)
 
     def log(self, name: str, value: float) -> None:
         if self.records.log(name, value):
@@ -328,8 +331,9 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def prepare(self) -> None:
         """Place model and optimizer on this rank and build the schedule. Collective."""
         self.backend.prepare(self.task)
-        self.model, self.optimizer = self.backend.module, self.backend.optimizer
+        self.model, self.optimizer = unwrapped(self.backend.module), self.backend.optimizer
         self._given = hyperparameters(self.optimizer)
+        self.state.keep_hyperparameters(hyperparameters(self.optimizer))
         if self.feed is not None:
             self.feed.deal(self.backend.fewest_samples)
         for feed in self.validator.feeds.values():
@@ -361,7 +365,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         if task.run_state:
             self._continue_fit(task.run_state)
         self.timers.enter("resume")
-        self.callbacks.gather()
+        self.callbacks.gather(continues=task.progress is not None)
         self.saver.prepare()
         if task.state_dir is None and task.given_dir is not None:
             self.resumer.take_given(task.given_dir)

@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from distributed.checkpoint.optimizer_state import parts_of
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
 from distributed.interfaces.framework import refuse_foreign
+from distributed.training.loss_parameters import unwrapped
 
 
 def build_model(model: Any, seed: int) -> nn.Module:
@@ -56,11 +58,11 @@ def _initialized(model: nn.Module) -> nn.Module:
 
 def check_trainable(model: nn.Module) -> None:
     """Raise a UserError when no parameter of `model` can learn, or `model` is a parallel wrapper."""
-    if isinstance(model, _WRAPPERS):
+    if isinstance(unwrapped(model), _WRAPPERS):
         raise UserError(
             "the model is already wrapped for several devices or processes",
             field="model",
-            got=type(model).__name__,
+            got=type(unwrapped(model)).__name__,
             allowed="the module itself",
             remedy="Give model.module; backend=pytorch-ddp wraps it",
         )
@@ -186,11 +188,12 @@ def follow_parameters(optimizer: Optimizer, before: Mapping[str, nn.Parameter], 
     """
     now = dict(model.named_parameters())
     replaced = {old: now[name] for name, old in before.items() if now.get(name, old) is not old}
-    for group in optimizer.param_groups:
-        group["params"] = [replaced.get(p, p) for p in group["params"]]
-    for old, new in replaced.items():
-        if old in optimizer.state:
-            optimizer.state[new] = optimizer.state.pop(old)
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            group["params"] = [replaced.get(p, p) for p in group["params"]]
+        for old, new in replaced.items():
+            if old in part.state:
+                part.state[new] = part.state.pop(old)
 
 
 def build_scheduler(

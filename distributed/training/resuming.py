@@ -11,6 +11,7 @@ from distributed.checkpoint.checkpointer import PortableCheckpointer
 from distributed.checkpoint.collective_errors import complete, on_rank_zero
 from distributed.checkpoint.file_names import MANIFEST
 from distributed.checkpoint.object_store import located
+from distributed.checkpoint.optimizer_state import IMPLEMENTATION, KIND
 from distributed.checkpoint.overlaid_reader import OverlaidReader
 from distributed.checkpoint.reader import PortableReader, verify
 from distributed.errors import UserError
@@ -30,6 +31,8 @@ class Resumer:
 
     def __init__(self, saver: Saver) -> None:
         self.saver = saver
+        self._saved_hyperparameters: list[dict[str, Any]] = []
+        self._fits = True
 
     def resume(self) -> bool:
         """Resume by ``resume_from_checkpoint``; False when it is False, or when it is True and there
@@ -38,6 +41,12 @@ class Resumer:
         Raises:
             UserError: the path given is no checkpoint or a damaged one, or is of another model.
         """
+        found = self._load_newest()
+        if found:
+            self._compare_hyperparameters()
+        return found
+
+    def _load_newest(self) -> bool:
         config, backend, own = self.saver.config, self.saver.backend, self.saver.checkpointer
         source: bool | str = config.resume_from_checkpoint
         if config.is_elastic and own is not None:
@@ -134,7 +143,11 @@ class Resumer:
         try:
             self._restore_all(path, given)
         except UserError as error:
-            raise UserError(f"cannot resume from {path}: {error.message}", **error.details) from None
+            details = error.details
+            if not self._fits:
+                remedy = f"{error.remedy or 'Resume from another checkpoint'}, or let a new run take only the"
+                details["remedy"] = f"{remedy} weights: set init_from={path} and another checkpoint_dir"
+            raise UserError(f"cannot resume from {path}: {error.message}", **details) from None
 
     def _restore_all(self, path: str, given: str | None) -> None:
         backend, state = self.saver.backend, self.saver.state
@@ -142,7 +155,9 @@ class Resumer:
         self.warm_up(reader.step)
         self.saver.frozen.check(reader.omitted)
         _check_one_model(reader, backend)
+        self._fits = False
         complete(backend, lambda: backend.import_state(reader))
+        self._fits = True
         complete(backend, lambda: self._restore_state(reader))
         # One rank reads them all: in an object store each is a request.
         records = on_rank_zero(backend, lambda: _records_of(reader))
@@ -166,20 +181,36 @@ class Resumer:
         own = (reader.rank_extra(backend.world.rank) or {}) if same_size else {}
         rank = {"rng": own["rng"]} if "rng" in own else {}
         state.restore(saved, {**rank, **self._stream(reader, own)})
-        self._warn_of_rates(saved.get("config") or {})
+        self._saved_hyperparameters = saved.get("hyperparameters") or []
 
-    def _warn_of_rates(self, saved: Mapping[str, Any]) -> None:
-        """The optimizer's state brings its own hyperparameters."""
-        config = self.saver.config
-        for name in ("learning_rate", "weight_decay", "momentum"):
-            own = getattr(config, name)
-            if name in saved and saved[name] != own and config.checkpoint.hyperparameters != "given":
+    def _compare_hyperparameters(self) -> None:
+        """Report which of two values wins where the optimizer was built with others than in the run that
+        saved; the state of the optimizer brings its own."""
+        takes_given = self.saver.config.checkpoint.hyperparameters == "given"
+        for own, saved in zip(self.saver.state.hyperparameters, self._saved_hyperparameters, strict=False):
+            rates = [group.get("initial_lr", group.get("lr")) for group in (own, saved)]
+            others = own.keys() & saved.keys() - IMPLEMENTATION - {"lr", "initial_lr"}
+            compared: list[tuple[str, Any, Any]] = [("lr", rates[0], rates[1])]
+            for name, here, there in [*compared, *((n, own[n], saved[n]) for n in sorted(others))]:
+                if repr(here) == repr(there):
+                    continue
+                is_field = name == "lr" and here == self.saver.config.learning_rate
+                values = "learning_rate" if is_field else name, here, there
+                if takes_given or name in KIND:
+                    log_on_rank_zero(
+                        self.saver.backend,
+                        logging.INFO if takes_given else logging.WARNING,  # it was asked for
+                        "the optimizer is built with %s=%s, in place of the checkpoint's, %s",
+                        *values,
+                    )
+                    continue
+                own |= dict.fromkeys(["lr", "initial_lr"] if name == "lr" else [name], there)
                 log_on_rank_zero(
                     self.saver.backend,
                     logging.WARNING,
                     "%s=%s has no effect: the run continues with the checkpoint's, %s. Set"
                     " checkpoint.hyperparameters=given to change it",
-                    *(name, own, saved[name]),
+                    *values,
                 )
 
     def _stream(self, reader: PortableReader, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Snapshot:
 
     Attributes:
         common: equal on all ranks: ``progress``, ``order`` of the samples, ``batch``, ``scheduler``,
-            ``lineage``, ``frozen`` and rank 0's ``callbacks``.
+            ``lineage``, ``frozen``, ``hyperparameters`` and rank 0's ``callbacks``.
         rank: of this rank: ``rng``, ``records`` and ``stream``.
     """
 
@@ -91,6 +91,7 @@ class TrainState:
         lineage: identifies the run over restarts; None before its first checkpoint.
         frozen_at_start: digests of the parameters that were frozen when the run began; None if none may be
             left out of checkpoints.
+        hyperparameters: with which each parameter group was built.
         open_epoch: the records of the current epoch.
     """
 
@@ -106,6 +107,7 @@ class TrainState:
         self.progress, self.schedule, self.callbacks, self.feed = progress, schedule, callbacks, feed
         self.lineage: str | None = None
         self.frozen_at_start: dict[str, str] | None = None
+        self.hyperparameters: list[dict[str, Any]] = []
         self.open_epoch = OpenEpoch()
 
     def capture(self) -> Snapshot:
@@ -119,6 +121,7 @@ class TrainState:
                 "scheduler": self.schedule.state_dict(),
                 "lineage": self.lineage,
                 "frozen": self.frozen_at_start,
+                "hyperparameters": self.hyperparameters,
                 "callbacks": self.callbacks.states(),
                 "model_axes": self.model_axes,
             },
@@ -157,6 +160,10 @@ class TrainState:
     def keep_frozen(self, digests: dict[str, str]) -> None:
         """Keep the digests of frozen parameters; those that `restore` loads take precedence."""
         self.frozen_at_start = digests
+
+    def keep_hyperparameters(self, groups: list[dict[str, Any]]) -> None:
+        """Keep the hyperparameters with which the optimizer was built."""
+        self.hyperparameters = groups
 
     def name_run(self, backend: Backend, name: str = "") -> str:
         """The run's lineage: where there is none yet, `name` on rank 0, or drawn there. Collective."""

@@ -247,7 +247,7 @@ class StepRecords:
             step += 1
             if step > self._first_step:
                 for name, value in (("step", step), ("loss", mean(loss, count)), ("learning_rate", rate)):
-                    series.setdefault(name, []).append(value)
+                    series[name].append(value)
                 self.history.num_samples = progress.total_samples - self._first_sample
 
     # -- checks ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distributed.checkpoint.initial_weights import take_weights
 from distributed.interfaces.backend import StepResult, Window
 from distributed.interfaces.collectives import OneRank
 from distributed.interfaces.placement import World
@@ -25,9 +26,9 @@ from distributed.interfaces.task import Task
 from distributed.planner.auto_batch import most_divided
 from distributed.training.agreement import Settings, check_same_model, check_same_torch
 from distributed.training.batch_transfer import Transfers
+from distributed.training.carried_state import CarriedState, check_carried
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
-from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
 from distributed.training.gradient_scaling import (
     group_by_dtype,
     inverse,
@@ -36,7 +37,9 @@ from distributed.training.gradient_scaling import (
     scale_factor,
 )
 from distributed.training.last_batch import LastBatch
+from distributed.training.loss_parameters import with_loss
 from distributed.training.mixins.accumulation import NO_CONTEXT, AccumulationMixin
+from distributed.training.mixins.evaluation import EvaluationMixin
 from distributed.training.mixins.levers import LeversMixin
 from distributed.training.model_traits import (
     META,
@@ -58,7 +61,7 @@ from distributed.training.optimizers import (
     follow_parameters,
 )
 from distributed.training.phase_timers import PhaseTimers
-from distributed.training.placeholders import Untouched, stand_in, with_stand_ins
+from distributed.training.placeholders import Untouched, with_stand_ins
 from distributed.training.rank_state import RankState
 from distributed.training.routing_traits import check_routing
 from distributed.training.step_module import StepModule
@@ -67,7 +70,7 @@ from distributed.training.whole_model import read_only
 __all__ = ["StepModule", "TorchBackend", "group_by_dtype"]
 
 
-class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
+class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, RankState):
     """One rank of data-parallel training, alone unless a subclass adds collectives.
 
     Attributes:
@@ -94,6 +97,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
         self._watches_buffers = False
+        self._several = False
 
     # -- who and where ---------------------------------------------------------------
 
@@ -122,6 +126,9 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         if self.compression is not None and task.run_state:
             self.compression.left = task.run_state["backend"]
         built = self.build(task.model)
+        if self.config.init_from is not None and task.progress is None:
+            take_weights(self.config.init_from, built, self.world.rank == 0)
+        built = with_loss(built, task.loss_fn)
         built.zero_grad(set_to_none=True)
         self._check_model(built, task)
         self._hooks = DeferredHooks(built.parameters())
@@ -163,7 +170,9 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
-        self._watches_buffers = self.config.chooses_batch or (several and self.world.rank == 0)
+        self._several = several
+        self._watches_buffers = self.config.chooses_batch or several or self.config.checkpoint_dir is not None
+        self.mark_buffers()
         self._note_trainable()
 
     def _check_model(self, built: nn.Module, task: Task) -> None:
@@ -231,7 +240,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
-        first = Buffers(self.module) if self._watches_buffers else None
+        first = CarriedState(self.module) if self._watches_buffers else None
         counted, known = self.objective.counted, self.known_counts(window)
         scale = self._gradient_share / window.num_samples
         if counted and self.num_contributors == 1 and None not in known:
@@ -241,7 +250,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         self.last_batch.end()
         if first is not None:
             self._watches_buffers = False
-            (refuse_changes if self.config.chooses_batch else warn_of_changes)(first.changed())
+            check_carried(self, first, window, self._several)
         self._window_loss = total, count
         return total, count
 
@@ -435,30 +444,6 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, RankState):
         """Enter evaluation mode, or return to the modes before it: see `ModuleModes`."""
         self._modes.set_training(self.module, training)
         self.switch_optimizer(training)
-
-    def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
-        found: dict[str, tuple[Any, Any]] = {}
-        with torch.no_grad(), self.autocast():
-            for batch, num_samples in window.micro_batches:
-                terms = self.evaluate(self.to_device(batch), num_samples) if num_samples else {}
-                for name, (total, count) in terms.items():
-                    before = found.get(name, (0, 0))
-                    found[name] = (before[0] + total, before[1] + count)
-                if not num_samples:
-                    self.evaluate_stand_in(batch)
-        return found
-
-    def evaluate(self, batch: Any, num_samples: int) -> dict[str, Any]:
-        """``{name: (sum, count)}`` of one micro-batch that is on this rank's device."""
-        return self.objective.evaluate(self.module, batch, num_samples)
-
-    def evaluate_stand_in(self, batch: Any) -> None:
-        """Take part in the collectives of a forward pass of the other ranks, where it has any."""
-        if not self.copies_in_evaluation:
-            return
-        before = Untouched(self.module)
-        self.evaluate(self.to_device(stand_in(batch)), 0)
-        before.restore()
 
     def to_device(self, batch: Any) -> Any:
         """`batch` with its tensors on this rank's device."""

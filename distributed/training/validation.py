@@ -42,12 +42,13 @@ class Validator:
         self.backend.set_training(False)
         own: dict[str, tuple[float, float]] = {}
         found: dict[str, tuple[float, float]] = {}
-        for name, feed in self.feeds.items():
-            for metric, pair in self._evaluate(feed).items():
-                if name:
-                    own[f"val_{name}_{metric}"] = pair
-                before = found.get(f"val_{metric}", (0.0, 0.0))
-                found[f"val_{metric}"] = (before[0] + pair[0], before[1] + pair[1])
+        with self.backend.undisturbed():
+            for name, feed in self.feeds.items():
+                for metric, pair in self._evaluate(feed).items():
+                    if name:
+                        own[f"val_{name}_{metric}"] = pair
+                    before = found.get(f"val_{metric}", (0.0, 0.0))
+                    found[f"val_{metric}"] = (before[0] + pair[0], before[1] + pair[1])
         self.backend.set_training(True)
         self.backend.timers.add("validation", perf_counter() - started)
         return {

@@ -145,10 +145,12 @@ class DDPBackend(MeshBackend):
         if window is None:
             return
         before = Buffers(self.module)
+        watches, self._watches_buffers = self._watches_buffers, False
         self.set_training(True)
         self.run_window(Window(window.micro_batches[-1:], window.num_samples))
         self.clear_gradients()
         before.restore()
+        self._watches_buffers = watches
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)

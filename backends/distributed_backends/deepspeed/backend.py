@@ -424,7 +424,7 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return super().export_state()
         shown, pieces = self.sharded.view()
         world = self.world
-        return export_replicated(
+        state = export_replicated(
             self.module,
             shown,
             self.scaler_state(),
@@ -434,6 +434,8 @@ class DeepSpeedBackend(ProcessGroupBackend):
             parts=self.parts,
             held=self.exports,
         )
+        state.chunks += self.changed_buffers()
+        return state
 
     def weight_digests(self, names: Collection[str]) -> Mapping[str, int] | None:
         if self.sharded is not None:
@@ -447,7 +449,9 @@ class DeepSpeedBackend(ProcessGroupBackend):
             return
         shown, pieces = sharded.view()
         sharded.release_gathered()
+        self.report_differences(reader)
         import_replicated(reader, self.module, shown, pieces=pieces, parts=sharded.parts)
+        self.restore_buffers(reader)
         sharded.take(shown)
         if sharded.partitioned:
             sharded.spread_masters()

@@ -75,6 +75,14 @@ def check_plan(plan: RunPlan) -> None:
         UserError: `tensorflow.strategy` under another backend, or under ranks of a launcher that
             one process should replace; a transport that TensorFlow does not have.
     """
+    if plan.spec.framework == "tensorflow" and plan.config.init_from is not None:
+        raise UserError(
+            "weights alone are taken into torch models",
+            field="init_from",
+            got=plan.config.init_from,
+            allowed="nothing for Keras models",
+            remedy="Load them before the run, e.g. with model.load_weights",
+        )
     strategy = TensorFlowSection.of(plan.config).strategy
     if plan.spec.name != NAME:
         if strategy != "auto":

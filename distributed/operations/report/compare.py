@@ -14,6 +14,7 @@ _RANKS = frozenset({"num_gpus", "num_processes", "num_nodes", "gpus_per_node", "
 _PLACES = frozenset(
     {
         "checkpoint_dir",
+        "init_from",
         "resume_from_checkpoint",
         "tensorboard_dir",
         "profile.output_dir",
