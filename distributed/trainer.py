@@ -211,7 +211,7 @@ class Trainer:
 
     def _run(self, plan: RunPlan, task: Task, catalog: Catalog, started: float) -> History:
         from distributed.launch import run
-        from distributed.training.trackers import capture_contexts, check_trackers
+        from distributed.tracking.trackers import capture_contexts, check_trackers
         from distributed.training.unused_fields import warn_of_unused
 
         check_trackers(plan.config, catalog)

@@ -67,3 +67,13 @@ def _set_copies(state: Any) -> None:
         numpy.random.RandomState(0).set_state(state["numpy"])
     if "cuda" in state and (state["cuda"].dtype != torch.uint8 or state["cuda"].dim() != 1):
         raise ValueError("the state of CUDA's generator is not of bytes")
+
+
+@contextmanager
+def same_streams() -> Iterator[None]:
+    """Leave random streams as they were."""
+    state = capture_rng()
+    try:
+        yield
+    finally:
+        restore_rng(state)

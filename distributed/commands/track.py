@@ -13,7 +13,7 @@ from distributed.errors import UserError
 
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
-    from distributed.training.delivery import Delivery
+    from distributed.tracking.delivery import Delivery
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def _deliveries(file: Path, changes: dict[str, Any]) -> Iterator[Delivery]:
     from distributed.redaction import is_redacted
     from distributed.registry.catalog import get_catalog, load_target
     from distributed.system.json_lines import read_lines
-    from distributed.training.delivery import Delivery
+    from distributed.tracking.delivery import Delivery
 
     start: dict[str, Any] = {"config": {}, "contexts": {}, "training": ""}
     for _, line in read_lines(file):

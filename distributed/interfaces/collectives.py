@@ -39,16 +39,19 @@ class OneRank:
     world: World = World()
 
     def all_reduce(self, values: Sequence[float]) -> list[float]:
+        """The values."""
         return list(values)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The value."""
         return value
 
     def gather_objects(self, value: Any) -> list[Any]:
+        """A list of the value."""
         return [value]
 
     def barrier(self) -> None:
-        return None
+        """Return at once."""
 
 
 class Collectives(ABC):

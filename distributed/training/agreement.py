@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -24,9 +24,6 @@ from distributed.interfaces.collectives import Ranks
 from distributed.training.model_traits import written_weights
 from distributed.training.optimizers import hyperparameters
 from distributed.training.weight_digests import WeightDigests
-
-if TYPE_CHECKING:
-    from distributed.training.torch_backend import TorchBackend
 
 __all__ = [
     "Settings",
@@ -64,6 +61,20 @@ class WatchedBackend(Ranks, Protocol):
         """Surrounds a callback that may not change weights."""
 
 
+class WatchedRank(WatchedBackend, Protocol):
+    """A rank of torch.
+
+    Attributes:
+        module: the model, as it was placed.
+        optimizer: the optimizer in use.
+        objective: the loss.
+    """
+
+    module: nn.Module
+    optimizer: Any
+    objective: Objective
+
+
 class WatchedSettings(SharedSettings):
     """Settings of one rank, and the digests of weights around callbacks.
 
@@ -72,7 +83,7 @@ class WatchedSettings(SharedSettings):
     """
 
     def __init__(self, backend: WatchedBackend) -> None:
-        self._backend = backend
+        self._watched = backend
         self._replicated = backend.world.size > 1 and backend.replicated() is not None
         self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
 
@@ -103,7 +114,7 @@ class WatchedSettings(SharedSettings):
 
     @contextmanager
     def unchanged_by(self, callback: Any) -> Iterator[None]:
-        is_only_here = not callback.all_ranks and self._backend.world.size > 1
+        is_only_here = not callback.all_ranks and self._watched.world.size > 1
         with self._weights_unchanged_by(callback, is_only_here):
             before = self.read() if is_only_here else None
             yield
@@ -120,14 +131,14 @@ class WatchedSettings(SharedSettings):
     def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
         """On a device, what the digests are is read when the next callback begins."""
         own = type(callback).__module__.partition(".")[0] in _OWN
-        if own or not (is_only_here or self._backend.trains_copies or self._replicated):
+        if own or not (is_only_here or self._watched.trains_copies or self._replicated):
             yield
             return
         self._read_digests()
-        before = WeightDigests(self._backend.held_weights())
-        with self._backend.callback_scope():
+        before = WeightDigests(self._watched.held_weights())
+        with self._watched.callback_scope():
             yield
-        self._unread = (callback, before, WeightDigests(self._backend.held_weights()))
+        self._unread = (callback, before, WeightDigests(self._watched.held_weights()))
         if not before.waits:
             self._read_digests()
 
@@ -137,9 +148,9 @@ class WatchedSettings(SharedSettings):
         name = unread and unread[1].first_difference(unread[2])
         if not unread or name is None:
             return
-        if self._backend.trains_copies:
-            raise written_weights(f"the parameter '{name}'", self._backend.spec.name)
-        if self._backend.world.size > 1 and not unread[0].all_ranks:
+        if self._watched.trains_copies:
+            raise written_weights(f"the parameter '{name}'", self._watched.spec.name)
+        if self._watched.world.size > 1 and not unread[0].all_ranks:
             raise _only_here(unread[0], f"the values of '{name}'")
         self.is_written = True
 
@@ -147,7 +158,7 @@ class WatchedSettings(SharedSettings):
 class Settings(WatchedSettings):
     """Hyperparameters, trainable parameters, module modes and kinds of losses of one rank of torch."""
 
-    def __init__(self, backend: TorchBackend) -> None:
+    def __init__(self, backend: WatchedRank) -> None:
         super().__init__(backend)
         self._optimizer, self._objective = backend.optimizer, backend.objective
         self._parameters = dict(backend.module.named_parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distributed.checkpoint.random_state import same_streams
 from distributed.data import mix
 from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
@@ -16,7 +17,7 @@ from distributed.training.callback_state import (
     fingerprints,
     restore_attributes,
 )
-from distributed.training.seeding import same_streams, seed_numbers
+from distributed.training.seeding import seed_numbers
 
 
 class CallbackRunner:

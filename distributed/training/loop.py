@@ -40,6 +40,7 @@ from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
+from distributed.checkpoint.random_state import same_streams
 from distributed.data import mix
 from distributed.errors import UserError
 from distributed.interfaces.backend import Backend, Window
@@ -52,6 +53,7 @@ from distributed.resilience.phase_journal import freeze_journal
 from distributed.resilience.preemption import catch_signals
 from distributed.system.garbage_collection import collect_as_usual, frozen_heap
 from distributed.system.output import print_line
+from distributed.tracking.trackers import Trackers, run_position
 from distributed.training.callback_runner import CallbackRunner
 from distributed.training.feeds import train_feed, val_feeds
 from distributed.training.loss_parameters import unwrapped
@@ -63,11 +65,10 @@ from distributed.training.resuming import Resumer
 from distributed.training.saving import Saver
 from distributed.training.schedule import Schedule
 from distributed.training.schedule_checks import Extent
-from distributed.training.seeding import same_streams, seed_streams
+from distributed.training.seeding import seed_streams
 from distributed.training.state import TrainState
 from distributed.training.step_records import StepRecord, StepRecords, not_finite
 from distributed.training.stop_consensus import Goal, StopConsensus, describe_stop
-from distributed.training.trackers import Trackers, run_position
 from distributed.training.validation import Validator, check_same_data
 
 

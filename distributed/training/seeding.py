@@ -10,18 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.data.order import mix
-
-
-@contextmanager
-def same_streams() -> Iterator[None]:
-    """Leave random streams as they were."""
-    state = capture_rng()
-    try:
-        yield
-    finally:
-        restore_rng(state)
 
 
 @contextmanager

@@ -20,21 +20,21 @@ class WeightDigests:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = list(tensors)
-        self._sums = [sum_of_bits(tensor) for tensor in tensors.values()]
+        self._weight_names = list(tensors)
+        self._bit_sums = [sum_of_bits(tensor) for tensor in tensors.values()]
 
     @property
     def waits(self) -> bool:
         """True if a comparison waits for a device."""
-        return any(part.device.type != "cpu" for part in self._sums)
+        return any(part.device.type != "cpu" for part in self._bit_sums)
 
     def first_difference(self, other: WeightDigests) -> str | None:
         """The name of a tensor that has changed."""
-        if self._names != other._names:
-            return next(iter({*self._names} ^ {*other._names}))
-        if not self._names:
+        if self._weight_names != other._weight_names:
+            return next(iter({*self._weight_names} ^ {*other._weight_names}))
+        if not self._weight_names:
             return None
-        device = self._sums[0].device
-        pairs = zip(self._sums, other._sums, strict=True)
+        device = self._bit_sums[0].device
+        pairs = zip(self._bit_sums, other._bit_sums, strict=True)
         changed = torch.stack([(own != theirs).to(device, non_blocking=True) for own, theirs in pairs])
-        return self._names[int(changed.nonzero()[0])] if changed.any() else None
+        return self._weight_names[int(changed.nonzero()[0])] if changed.any() else None

@@ -28,7 +28,7 @@ from distributed import UserError, WorkerError
 from distributed.cli import main
 from distributed.interfaces.callback import Context
 from distributed.interfaces.tracker import Tracker
-from distributed.training.delivery import Delivery
+from distributed.tracking.delivery import Delivery
 from tests.support.tracking_servers import mlflow_server, proxied
 from tests.support.training import Die, OnStep, make_trainer
 
@@ -176,7 +176,7 @@ def test_a_silent_server_is_said_while_the_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Tracker, "limit", 0.2)
-    monkeypatch.setattr("distributed.training.delivery._SILENCE", 0.0)
+    monkeypatch.setattr("distributed.tracking.delivery._SILENCE", 0.0)
     found = []
     look = OnStep(lambda context: found.append("has not answered in start" in caplog.text), step=5)
     with closing(accept_only()) as server, caplog.at_level(logging.WARNING, logger="distributed"):

@@ -14,8 +14,8 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.tracker import TrackerSpec
 from distributed.registry.catalog import Catalog, build_catalog
 from distributed.registry.hookspecs import hookimpl
+from distributed.tracking.trackers import Trackers, capture_contexts, check_trackers
 from distributed.training.mixins.tracking import TrackingMixin
-from distributed.training.trackers import Trackers, capture_contexts, check_trackers
 
 TRACKERS = """
     from distributed.interfaces.tracker import Tracker

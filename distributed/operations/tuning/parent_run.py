@@ -12,7 +12,7 @@ from distributed.config import Layer, load_layers
 from distributed.interfaces.tracker import Tracker
 from distributed.operations.tuning.trial_record import Trial
 from distributed.registry.catalog import get_catalog, load_target
-from distributed.training.trackers import capture_contexts, check_trackers, enabled_trackers, start_tracker
+from distributed.tracking.trackers import capture_contexts, check_trackers, enabled_trackers, start_tracker
 
 logger = logging.getLogger("distributed")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed.training.trackers import Trackers
+from distributed.tracking.trackers import Trackers
 
 
 class TrackingMixin:

@@ -21,7 +21,7 @@ from distributed.interfaces.task import Progress
 from distributed.interfaces.tracker import Place, Tracker, TrackerSpec
 from distributed.redaction import redact
 from distributed.registry.catalog import Catalog, load_target, require
-from distributed.training.delivery import Delivery, Outbox
+from distributed.tracking.delivery import Delivery, Outbox
 
 logger = logging.getLogger("distributed")
 
@@ -167,7 +167,8 @@ class Trackers:
     def _each(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker in the loop, of which one that raises is dropped; note it for
         the others."""
-        from distributed.training.seeding import same_streams
+        
+from distributed.checkpoint.random_state import same_streams
 
         with same_streams() if self._started else nullcontext():
             for name, tracker in list(self._started.items()):

@@ -1,0 +1,1 @@
+"""Delivery of records to trackers, beside the training loop."""
