@@ -11,6 +11,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from distributed.checkpoint.random_state import same_streams
 from distributed.config import DistributedConfig, explain
 from distributed.config.script_overlay import active
 from distributed.interfaces.backend import Backend
@@ -167,9 +168,6 @@ class Trackers:
     def _each(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker in the loop, of which one that raises is dropped; note it for
         the others."""
-        
-from distributed.checkpoint.random_state import same_streams
-
         with same_streams() if self._started else nullcontext():
             for name, tracker in list(self._started.items()):
                 if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:

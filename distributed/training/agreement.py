@@ -22,6 +22,7 @@ from distributed.interfaces.backend import Backend, SharedSettings
 from distributed.interfaces.backend_spec import BackendSpec
 from distributed.interfaces.collectives import Ranks
 from distributed.training.model_traits import written_weights
+from distributed.training.objective import Objective
 from distributed.training.optimizers import hyperparameters
 from distributed.training.weight_digests import WeightDigests
 

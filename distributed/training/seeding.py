@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from distributed.checkpoint.random_state import same_streams
 from distributed.data.order import mix
 
 
