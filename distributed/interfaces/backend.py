@@ -89,7 +89,7 @@ class SharedSettings(ABC):
     """Values that must be equal on all ranks, such as hyperparameters.
 
     Attributes:
-        is_written: a callback on all ranks has changed weights, so that replicas have to be compared.
+        is_written: a callback on all ranks may have changed weights, so that replicas have to be compared.
     """
 
     is_written = False

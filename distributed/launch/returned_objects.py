@@ -41,6 +41,7 @@ class LeftObjects:
         """Leave what has changed in `folder`, each by itself: one that cannot be pickled does not take the
         others with it."""
         found: dict[tuple[str, str], bytes | None] = {}
+        self._known = _known(self._task)  # sharding replaces parameters
         for place, value in self._values():
             digest, before = self._digest(value), self._before.get(place, b"")
             if before is not None and digest != before:

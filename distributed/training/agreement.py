@@ -132,7 +132,8 @@ class WatchedSettings(SharedSettings):
     def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
         """On a device, what the digests are is read when the next callback begins."""
         own = type(callback).__module__.partition(".")[0] in _OWN
-        if own or not (is_only_here or self._watched.trains_copies or self._replicated):
+        if own or not (is_only_here or self._watched.trains_copies):
+            self.is_written |= self._replicated and not own
             yield
             return
         self._read_digests()
@@ -151,9 +152,7 @@ class WatchedSettings(SharedSettings):
             return
         if self._watched.trains_copies:
             raise written_weights(f"the parameter '{name}'", self._watched.spec.name)
-        if self._watched.world.size > 1 and not unread[0].all_ranks:
-            raise _only_here(unread[0], f"the values of '{name}'")
-        self.is_written = True
+        raise _only_here(unread[0], f"the values of '{name}'")
 
 
 class Settings(WatchedSettings):

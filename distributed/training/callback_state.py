@@ -27,7 +27,9 @@ def attributes_of(callback: Any, before: Mapping[str, str], context: Context) ->
     """The attributes that are not as `before`, as a checkpoint can hold them: values, and objects with
     ``state_dict`` and ``load_state_dict``, such as an averaged model. References to what the run trains, and
     other objects, are left out."""
-    live = {id(part) for part in (context.optimizer, *context.model.modules(), *context.model.parameters())}
+    model = context.model
+    parts_of_model = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else [model]
+    live = {id(part) for part in (context.optimizer, *parts_of_model)}
     found: dict[str, Any] = {}
     for name, value in vars(callback).items():
         if before.get(name) == _fingerprint(value):

@@ -39,6 +39,13 @@ class CarriedState(Buffers):
             for name, value in vars(module).items()
             if name not in _OF_TORCH and _is_state(value)
         }
+        # Also what held no tensor yet, to which `put` returns.
+        self._plain = {
+            (module, name): value
+            for module in model.modules()
+            for name, value in vars(module).items()
+            if name not in _OF_TORCH
+        }
         self._frozen = {n: (p, p._version) for n, p in model.named_parameters() if not p.requires_grad}
 
     def written(self) -> list[str]:
@@ -62,6 +69,8 @@ class CarriedState(Buffers):
         for path, module, name in self._keys():
             if (path, module, name) in self._attributes:
                 vars(module)[name] = _shallow(self._attributes[path, module, name])
+            elif (module, name) in self._plain:
+                vars(module)[name] = self._plain[module, name]
             else:
                 vars(module).pop(name)
         buffers.restore()

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.starts_processes
 SCRIPT = """
     import sys
     from distributed.config import DistributedConfig
-    from distributed.training import phase_timers, trackers
+    from distributed.tracking import trackers
+    from distributed.training import phase_timers
     from distributed.registry.catalog import build_catalog
     from importlib.metadata import entry_points
     import distributed_plugins.manual_monitors

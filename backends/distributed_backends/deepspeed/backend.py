@@ -288,10 +288,14 @@ class DeepSpeedBackend(ProcessGroupBackend):
                 raise written_weights(f"the parameter '{name}'", "deepspeed")
 
     def held_weights(self) -> dict[str, Tensor]:
-        held = super().held_weights()
-        return {
-            name: t.ds_tensor if t.numel() == 0 and hasattr(t, "ds_tensor") else t for name, t in held.items()
-        }
+        return {name: self._own_part(tensor) for name, tensor in super().held_weights().items()}
+
+    def _own_part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a weight that stage 3 divides, whether it is whole now or not."""
+        part = getattr(tensor, "ds_tensor", None)
+        if part is None or tensor.numel() == 0:
+            return tensor if part is None else part
+        return tensor.detach().flatten()[self.world.rank * part.numel() :][: part.numel()]
 
     def callback_scope(self) -> AbstractContextManager[Any]:
         if self.stage < 3:

@@ -201,7 +201,7 @@ class FSDPBackend(MeshBackend):
             found = self._sharded.root(function)
         written = self._sharded.written() if torch.is_grad_enabled() else None
         if written is not None:
-            raise written_weights(written, "fsdp")
+            raise written_weights(f"the parameter '{written}'", "fsdp")
         return found
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
