@@ -11,7 +11,6 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
-from distributed.checkpoint.random_state import same_streams
 from distributed.config import DistributedConfig, explain
 from distributed.config.script_overlay import active
 from distributed.interfaces.backend import Backend
@@ -168,6 +167,8 @@ class Trackers:
     def _each(self, method: str, *args: Any) -> None:
         """Call `method` of every tracker in the loop, of which one that raises is dropped; note it for
         the others."""
+        from distributed.checkpoint.random_state import same_streams  # imports torch
+
         with same_streams() if self._started else nullcontext():
             for name, tracker in list(self._started.items()):
                 if _attempt(name, method, getattr(tracker, method), *args, failed=FAILED) is FAILED:

@@ -150,7 +150,7 @@ REVERSIONS = {
     ),
     "placeholders in validation": Reversion(
         "A validation step sees samples twice, and their metrics count",
-        "distributed.training.torch_backend", "TorchBackend.evaluate_window", _evaluate_placeholders,
+        "distributed.training.mixins.evaluation", "EvaluationMixin.evaluate_window", _evaluate_placeholders,
         f"{_PLACEHOLDERS}test_a_validation_step_sees_each_sample_once[pytorch-ddp-2-9-4]",
     ),
     "placeholders in training": Reversion(
