@@ -41,7 +41,11 @@ class Objects:
     def __init__(self, compiled: bool = False) -> None:
         keras.utils.set_random_seed(0)
         self.model = keras.Sequential(
-            [keras.Input((3,)), keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)]
+            [
+                keras.Input((3,), dtype="float64"),
+                keras.layers.Dense(4, activation="tanh", dtype="float64"),
+                keras.layers.Dense(1, dtype="float64"),
+            ]
         )
         self.optimizer, self.compiled = keras.optimizers.Adam(0.02), compiled
         if compiled:

@@ -355,6 +355,8 @@ class TensorFlowBackend(GroupMixin, Backend):
                 self._original_optimizer.build(self._original.trainable_variables)
                 _copy(self.optimizer.keras.variables, self._original_optimizer.variables)
                 self.optimizer.keras = self._original_optimizer
+                self.optimizer.write_rate()
+                return
         with self.strategy.scope():
             self.optimizer.write_rate()
 
