@@ -134,6 +134,7 @@ def check_carried(backend: Any, first: CarriedState, window: Window, several: bo
                 return float(backend.objective(backend.module, on_device, num_samples)[0])
 
         matters = first.matters(lambda: float(backend.through("carried state", loss)), several)
+        backend.free_gathered()  # no backward pass follows, which would
         if on_any([float(matters)])[0]:
             _refuse(found or ["on another rank"], several)
     if several and backend.world.rank == 0:

@@ -470,6 +470,9 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
     def settings(self) -> Settings:
         return Settings(self)
 
+    def free_gathered(self) -> None:
+        """Give up what a forward pass without a backward pass has gathered."""
+
     def held_weights(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 

@@ -162,6 +162,27 @@ def test_weights_that_a_forward_pass_writes(rank_pool: RankPool) -> None:
         assert caught.value.remedy
 
 
+class Counts(nn.Module):
+    """Counts its calls, with a parameter of the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 3), nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return self.first(x) * self.scale
+
+
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp", "horovod", "deepspeed"])
+def test_looking_for_carried_state_leaves_training_as_it_is(backend: str, rank_pool: RankPool) -> None:
+    """Its forward pass gathers weights, which the next step would not see."""
+    trained = fit(seeded(Counts), 2, rank_pool, backend=backend)
+    assert distance(trained, plain(seeded(Counts))) < 1e-12
+
+
 def _clamp(context: Any) -> None:
     with torch.no_grad():
         context.model.weight.clamp_(-0.2, 0.2)
