@@ -19,7 +19,7 @@ NAMES = "names"
 _LIVE = ("params", "param_names")
 SCALAR_DTYPES = "scalar_dtypes"
 _OWN = "own_state"
-"""Of the first group: what an optimizer's own ``state_dict`` returns, with references to state by name."""
+"""Key in the first group: an optimizer's own ``state_dict``, with references to state by name."""
 _REFERENCE = "state of"
 _PREFIX = "optimizer."
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
@@ -32,7 +32,7 @@ _FAMILY = frozenset(
     }
 )
 KIND = frozenset({"decoupled_weight_decay"})
-"""What distinguishes two optimizers with the same state, such as AdamW and Adam: a checkpoint does not change
+"""Keys that distinguish optimizers with the same state, such as AdamW and Adam: a checkpoint does not change
 it."""
 
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
@@ -235,7 +235,7 @@ def import_optimizer(
 
 
 def _of_part(slots: Iterable[str], prefix: str) -> list[str]:
-    """Those of a part, without their `prefix`."""
+    """Names of a part, without their `prefix`."""
     numbered = [(slot, slot.partition(".")) for slot in slots]
     if prefix:
         return [tail for _, (head, dot, tail) in numbered if head + dot == prefix]

@@ -338,9 +338,6 @@ class MeshBackend(MeshState):
     def _over_slices(self, training: bool) -> AbstractContextManager[None]:
         return nullcontext() if self._context is None else self._context.over_slices(training)
 
-    def free_gathered(self) -> None:
-        """Free copies of parameters that were gathered for a forward pass, where there are any."""
-
     def _loss_of_parts(self) -> AbstractContextManager[Any]:
         if self._axis is None or not self._axis.joins_vocabulary:
             return nullcontext()

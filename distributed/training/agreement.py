@@ -56,7 +56,7 @@ class WatchedBackend(Ranks, Protocol):
         """As `Backend.replicated`."""
 
     def held_weights(self) -> dict[str, Tensor]:
-        """What a callback could change of the weights and buffers of this rank, by name."""
+        """Weights and buffers of this rank that a callback could change, by name."""
 
     def callback_scope(self) -> AbstractContextManager[Any]:
         """Surrounds a callback that may not change weights."""
@@ -94,7 +94,7 @@ class WatchedSettings(SharedSettings):
 
     @abstractmethod
     def named(self, values: Any) -> dict[str, Any]:
-        """What `read` returned, by names for a message."""
+        """Values that `read` returned, by names for a message."""
 
     def digest(self) -> float:
         self._read_digests()
@@ -130,7 +130,7 @@ class WatchedSettings(SharedSettings):
 
     @contextmanager
     def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
-        """On a device, what the digests are is read when the next callback begins."""
+        """Compare digests around a callback; on a device, they are read when the next callback begins."""
         own = type(callback).__module__.partition(".")[0] in _OWN
         if own or not (is_only_here or self._watched.trains_copies):
             self.is_written |= self._replicated and not own
@@ -192,7 +192,7 @@ def plain_groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def named_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `plain_groups` returned, by names for a message."""
+    """Values that `plain_groups` returned, by names for a message."""
     return {
         f"{name!r} of parameter group {i}": v for i, group in enumerate(groups) for name, v in group.items()
     }

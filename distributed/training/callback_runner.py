@@ -63,7 +63,7 @@ class CallbackRunner:
         self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
 
     def guard(self, settings: SharedSettings | None) -> None:
-        """From now on, refuse a callback that changes one of `settings` where ranks would not all follow."""
+        """Refuse, from now on, a callback that changes one of `settings` where ranks would not all follow."""
         self._guarded = settings
 
     def notify(self, event: str, *args: Any) -> None:

@@ -343,7 +343,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         self.schedule.build(self.task.scheduler, self.optimizer, self.config, self._extent())
 
     def _extent(self) -> Extent:
-        """How long the run is, as schedules count it."""
+        """Length of the run, as schedules count it."""
         is_cut = self.config.max_steps is not None
         begun = self.progress.step if self.task.progress is not None else 0
         if self.feed is None or self.total_steps is None:

@@ -471,7 +471,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
         return Settings(self)
 
     def free_gathered(self) -> None:
-        """Give up what a forward pass without a backward pass has gathered."""
+        """Free copies of parameters that were gathered for a forward pass, where there are any."""
 
     def held_weights(self) -> dict[str, Tensor]:
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
