@@ -88,7 +88,8 @@ def start(
 def finish(processes: Sequence[Any], timeout: float, code: int | None = 0) -> list[tuple[str, str]]:
     """Output and errors of `processes`, all of which have to end within `timeout` seconds.
 
-    Where one does not, the others may wait for it: all are killed, and the failure shows what each printed.
+    Where one fails, the others may wait for it: all are killed. The time of each ends by itself. The failure
+    shows what each printed.
 
     Args:
         processes: from `start`, with pipes.
@@ -98,7 +99,7 @@ def finish(processes: Sequence[Any], timeout: float, code: int | None = 0) -> li
     with ThreadPoolExecutor(len(processes)) as pool:
         ends = [pool.submit(_end, process, timeout) for process in processes]
         for end in as_completed(ends):
-            if not accepted(end.result()):
+            if not accepted(end.result()) and end.result().code is not None:
                 for process in processes:
                     process.kill()
     found = [end.result() for end in ends]
