@@ -149,8 +149,7 @@ class TensorFlowBackend(GroupMixin, Backend):
         self._original, self._asked_rate = None, self._plan.learning_rate
         if is_foreign(task.model, self.strategy):
             self._original, optimizer = task.model, task.optimizer
-            with task.model.distribute_strategy.scope():
-                build_model(task.model, self.config.seed, "fp32", lambda: first_batch(task.train_data))
+            build_model(task.model, self.config.seed, "fp32", lambda: first_batch(task.train_data))
             self._given_model = PackedModel.of(task.model)
             if isinstance(optimizer, RateHolder):
                 self._asked_rate, optimizer = optimizer.param_groups[0]["lr"], optimizer.keras
@@ -352,8 +351,9 @@ class TensorFlowBackend(GroupMixin, Backend):
         if self._original is not None:
             _copy(self.module.variables, self._original.variables)
             if self._original_optimizer is not None:
-                self._original_optimizer.build(self._original.trainable_variables)
-                _copy(self.optimizer.keras.variables, self._original_optimizer.variables)
+                with self._original.distribute_strategy.scope():
+                    self._original_optimizer.build(self._original.trainable_variables)
+                    _copy(self.optimizer.keras.variables, self._original_optimizer.variables)
                 self.optimizer.keras = self._original_optimizer
                 self.optimizer.write_rate()
                 return

@@ -77,7 +77,8 @@ def is_built(model: Any) -> bool:
 def _build_on(model: Any, batch: Any) -> None:
     inputs = batch[0] if isinstance(batch, (tuple, list)) and len(batch) > 1 else batch
     try:
-        model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
+        with model.distribute_strategy.scope():  # where a model is made decides where its weights belong
+            model(tf.nest.map_structure(tf.convert_to_tensor, inputs))
     except (ValueError, TypeError, tf.errors.InvalidArgumentError) as error:
         raise UserError(
             f"the model cannot be called on a sample of the data: {str(error).splitlines()[0]}",
