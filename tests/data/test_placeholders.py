@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distributed.checkpoint.random_state import capture_rng, same_rng
@@ -151,13 +152,22 @@ class Unmoved(Callback):
     def __init__(self, last: int, ranks: int) -> None:
         self.last, self.ranks = last, ranks
 
+    def on_run_start(self, context: Context) -> None:
+        self.hook = register_optimizer_step_post_hook(self.take)
+
+    def take(self, *_: Any) -> None:
+        self.state = capture_rng()  # a callback has random numbers of its own
+
     def on_step_end(self, context: Context) -> None:
-        state, count = capture_rng(), int(context.model.count)
+        state, count = self.state, int(context.model.count)
         if context.progress.step == self.last:
             idle = context.world.rank == self.ranks - 1
             assert same_rng(state, self.before[0]) == idle, "random numbers"
             assert (count == self.before[1]) == idle, "the counter"
         self.before = state, count
+
+    def on_run_end(self, context: Context, status: str) -> None:
+        self.hook.remove()
 
 
 @by_backend(DDP, FSDP, ZERO1)
