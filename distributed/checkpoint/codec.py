@@ -11,7 +11,7 @@ import base64
 import math
 import re
 import sys
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,7 +37,7 @@ def encode(value: Any, name: str = "state") -> Any:
     """`value` as JSON-able data (``json.dumps(..., allow_nan=False)`` accepts it).
 
     Takes None, bool, int, float (nan and inf too), str, bytes, list, tuple, set, frozenset, dict with
-    keys of any of these, Counter, defaultdict and OrderedDict (they come back as dict), torch
+    keys of any of these, Counter, deque, defaultdict and OrderedDict (they come back as dict), torch
     tensors (they come back on the CPU), NumPy arrays and scalars.
 
     Args:
@@ -117,6 +117,10 @@ def _encode_tuple(value: tuple[Any, ...], path: str, parents: tuple[int, ...]) -
     return {TAG: "tuple", "v": _items(value, path, parents)}
 
 
+def _encode_deque(value: deque[Any], path: str, parents: tuple[int, ...]) -> Any:
+    return {TAG: "deque", "v": [value.maxlen, _items(value, path, parents)]}
+
+
 def _encode_set(value: Iterable[Any], path: str, parents: tuple[int, ...]) -> Any:
     # Sorted, so that the same set always writes the same bytes.
     items = [_encode(item, f"{path}{{{item!r}}}", parents) for item in value]
@@ -139,6 +143,7 @@ _CONTAINERS: dict[type, Callable[..., Any]] = {
     set: _encode_set,
     frozenset: _encode_set,
     Counter: _encode_counter,
+    deque: _encode_deque,
     **dict.fromkeys(_DICTS, _encode_dict),
 }
 
@@ -244,6 +249,14 @@ def _decode_items(data: dict[str, Any]) -> list[Any]:
     return [decode(item) for item in _list(data["v"])]
 
 
+def _decode_deque(data: dict[str, Any]) -> deque[Any]:
+    maxlen, items = _list(data["v"])
+    found = deque(map(decode, _list(items)), maxlen)
+    if len(found) != len(items):
+        raise ValueError("a deque is longer than its limit in encoded state")
+    return found
+
+
 def _decode_set(data: dict[str, Any]) -> set[Any]:
     items = _decode_items(data)
     found = set(items)
@@ -269,6 +282,7 @@ _DECODERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "frozenset": lambda data: frozenset(_decode_set(data)),
     "dict": _decode_pairs,
     "Counter": _decode_counter,
+    "deque": _decode_deque,
     "tensor": _decode_tensor,
     "ndarray": _decode_array,
     "scalar": _decode_array,

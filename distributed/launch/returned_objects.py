@@ -6,22 +6,20 @@ functions around them, and globals that they name.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import logging
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import cloudpickle
 from torch import nn
 
 from distributed.interfaces.task import Task
-from distributed.launch.refilling import functions, is_imported, parts, refill
 from distributed.training.loss_parameters import has_parameters
+from distributed.training.refilling import digest, functions, is_imported, parts, pickle_into, refill
 
 __all__ = ["LeftObjects", "module_globals", "take_globals", "take_objects"]
 
@@ -34,49 +32,25 @@ class LeftObjects:
     """Notes what the objects of `task` hold before training, and leaves what has changed."""
 
     def __init__(self, task: Task) -> None:
-        self._task, self._known = task, _known(task)
-        self._before = {place: self._digest(value) for place, value in self._values()}
+        self._task, known = task, _known(task)
+        self._before = {place: digest(value, known) for place, value in self._values()}
 
     def leave(self, folder: Path) -> None:
         """Leave what has changed in `folder`, each by itself: one that cannot be pickled does not take the
         others with it."""
         found: dict[tuple[str, str], bytes | None] = {}
-        self._known = _known(self._task)  # sharding replaces parameters
+        known = _known(self._task)  # sharding replaces parameters
         for place, value in self._values():
-            digest, before = self._digest(value), self._before.get(place, b"")
-            if before is not None and digest != before:
+            now, before = digest(value, known), self._before.get(place, b"")
+            if before is not None and now != before:
                 file = io.BytesIO()
-                found[place] = file.getvalue() if digest and _pickle(value, file, self._known) else None
+                found[place] = file.getvalue() if now and pickle_into(file, value, known) else None
         with suppress(OSError):  # reported where the weights are left
             (folder / _FILE).write_bytes(pickle.dumps(found))
 
     def _values(self) -> Iterator[tuple[tuple[str, str], Any]]:
         for name, holder in _holding(self._task):
             yield from (((name, part), value) for part, value in parts(holder).items())
-
-    def _digest(self, value: Any) -> bytes | None:
-        """Digest of the pickled value; None if it cannot be pickled."""
-        sink = _Digest()
-        return sink.digest.digest() if _pickle(value, sink, self._known) else None
-
-
-class _Digest(io.RawIOBase):
-    def __init__(self) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        return len(data)
-
-
-def _pickle(value: Any, file: Any, known: Mapping[int, str]) -> bool:
-    pickler = cloudpickle.Pickler(file, protocol=5)
-    pickler.persistent_id = lambda part: known.get(id(part))
-    try:
-        pickler.dump(value)
-    except Exception:  # noqa: BLE001 - whatever an object of the user raises
-        return False
-    return True
 
 
 def _load(data: bytes, known: Mapping[str, Any]) -> Any:
@@ -93,7 +67,7 @@ def module_globals(task: Task) -> dict[tuple[str, str], bytes]:
         if isinstance(function, FunctionType) and is_imported(function):
             for part, value in parts(function).items():
                 file = io.BytesIO()
-                if _pickle(value, file, known):
+                if pickle_into(file, value, known):
                     found[name, part] = file.getvalue()
     return found
 
@@ -145,8 +119,10 @@ def _holders(task: Task) -> Iterator[tuple[str, Any]]:
     yield from ((f"metrics.{name}", metric) for name, metric in (task.metrics or {}).items())
 
 
-def _known(task: Task) -> dict[int, str]:
-    return {id(value): name for name, value in _shared(task)}
+def _known(task: Task) -> Callable[[Any], str | None]:
+    """The name of what the caller and the ranks both have."""
+    known = {id(value): name for name, value in _shared(task)}
+    return lambda part: known.get(id(part))
 
 
 def _shared(task: Task) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ from distributed.interfaces.callback import Callback, Context, listed
 from distributed.registry.catalog import Catalog
 from distributed.training.callback_state import (
     ATTRIBUTES,
-    attributes_of,
     fingerprints,
     restore_attributes,
+    save_attributes,
 )
 from distributed.training.seeding import seed_numbers
+
+logger = logging.getLogger("distributed")
 
 
 class CallbackRunner:
@@ -40,7 +43,8 @@ class CallbackRunner:
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
         self._called: Callback | None = None
-        self._at_start: dict[int, dict[str, str]] = {}
+        self._before: dict[int, dict[str, Any]] = {}
+        self._begun: dict[int, dict[str, Any]] = {}
 
     def gather(self, continues: bool = False) -> None:
         """Collect the callbacks of this rank.
@@ -60,7 +64,12 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
-        self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
+        self._before = {} if continues else {id(callback): fingerprints(callback) for callback in found}
+
+    def begin(self) -> None:
+        """Notify that the run starts. What a callback sets then, it sets again in a resumed run."""
+        self.notify("on_run_start")
+        self._begun = {id(callback): fingerprints(callback) for callback in self.active}
 
     def guard(self, settings: SharedSettings | None) -> None:
         """Refuse, from now on, a callback that changes one of `settings` where ranks would not all follow."""
@@ -119,7 +128,20 @@ class CallbackRunner:
             return callback.state_dict()
         if all(callback is not given for given in self.given):
             return {}  # plugins save what they need
-        found = attributes_of(callback, self._at_start.get(id(callback), {}), self.context)
+        now = fingerprints(callback)
+        before, begun = (kept.get(id(callback), {}) for kept in (self._before, self._begun))
+        changed = [name for name, value in now.items() if before.get(name) != value]
+        found, lost = save_attributes(callback, changed, self.context)
+        lost = [name for name in lost if begun and begun.get(name) != now[name]]
+        if lost:
+            logger.warning(
+                "%s.%s is of a kind that a checkpoint cannot hold: a resumed run begins without it. Keep it"
+                " as numbers, text, tensors, lists and dicts, or give the callback state_dict and"
+                " load_state_dict",
+                type(callback).__name__,
+                lost[0],
+            )
+            self._begun.pop(id(callback))  # one warning is enough
         return {ATTRIBUTES: found} if found else {}
 
     def restore(self, states: Sequence[list[Any]]) -> None:
@@ -132,6 +154,6 @@ class CallbackRunner:
                     continue
                 left.remove(found)
                 if found[1].keys() == {ATTRIBUTES}:
-                    restore_attributes(callback, found[1][ATTRIBUTES], self.context)
+                    restore_attributes(callback, found[1][ATTRIBUTES], callback, self.context)
                 else:
                     callback.load_state_dict(found[1])

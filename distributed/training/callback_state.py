@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,59 +11,66 @@ from torch import Tensor, nn
 from distributed.checkpoint.codec import encode
 from distributed.errors import UserError
 from distributed.interfaces.callback import Context
+from distributed.training.refilling import digest, is_plain, refill
 
-__all__ = ["ATTRIBUTES", "attributes_of", "fingerprints", "restore_attributes"]
+__all__ = ["ATTRIBUTES", "fingerprints", "restore_attributes", "save_attributes"]
 
 ATTRIBUTES = "attributes of the callback"
-"""Key of a state that `attributes_of` made."""
+"""Key of a state that `save_attributes` made."""
+_OWN = "distributed."
 
 
-def fingerprints(callback: Any) -> dict[str, str]:
-    """What changes with each attribute: its values, or the versions of its tensors."""
-    return {name: _fingerprint(value) for name, value in vars(callback).items()}
+def fingerprints(holder: Any) -> dict[str, Any]:
+    """A value for each attribute that differs if the attribute does."""
+    return {name: _fingerprint(value) for name, value in vars(holder).items()}
 
 
-def attributes_of(callback: Any, before: Mapping[str, str], context: Context) -> dict[str, Any]:
-    """The attributes that are not as `before`, as a checkpoint can hold them: values, and objects with
-    ``state_dict`` and ``load_state_dict``, such as an averaged model. References to what the run trains, and
-    other objects, are left out."""
+def save_attributes(
+    callback: Any, names: Collection[str], context: Context
+) -> tuple[dict[str, Any], list[str]]:
+    """Make the attributes `names` of a callback into what a checkpoint can hold.
+
+    Returns:
+        an entry for each, and the names of those that a checkpoint cannot hold. References to what the run
+        trains are neither.
+    """
     model = context.model
     parts_of_model = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else [model]
-    live = {id(part) for part in (context.optimizer, *parts_of_model)}
-    found: dict[str, Any] = {}
-    for name, value in vars(callback).items():
-        if before.get(name) == _fingerprint(value):
-            continue
-        parts = value.modules() if isinstance(value, nn.Module) else _parts(value)
-        if any(id(part) in live for part in parts):
-            continue
-        is_object = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    live = {id(part) for part in (callback, context, context.optimizer, *parts_of_model)}
+    found, lost = {}, []
+    for name in names:
         try:
-            content = value.state_dict() if is_object else value
-            encode(content, name)
+            entry = _entry(vars(callback)[name], live)
         except UserError:
+            lost.append(name)
             continue
-        on_device = any(isinstance(part, Tensor) and not part.is_cpu for part in _parts(content))
-        found[name] = {"is_object": is_object, "on_device": on_device, "value": copy.deepcopy(content)}
-    return found
+        if entry is not None:
+            found[name] = entry
+    return found, lost
 
 
-def restore_attributes(callback: Any, saved: Mapping[str, Any], context: Context) -> None:
-    """Give a callback the attributes that `attributes_of` found. An object that it makes while training is
-    made here as a copy of the model, if it was one. Collective for callbacks on all ranks.
+def restore_attributes(holder: Any, saved: Mapping[str, Any], callback: Any, context: Context) -> None:
+    """Give `callback`, or an object that it holds, the attributes that `save_attributes` found. Values, lists
+    and dicts are filled in place. An object that the callback makes while training is made here as a copy of
+    the model, if it was one. Collective for callbacks on all ranks.
 
     Raises:
         UserError: an object can be made in no known way.
     """
     for name, entry in saved.items():
-        value = _moved(entry["value"], context.world.device) if entry["on_device"] else entry["value"]
-        if entry["is_object"]:
-            own: Any = getattr(callback, name, None)
-            if not hasattr(own, "load_state_dict"):
+        own: Any = getattr(holder, name, None)
+        value = entry["value"]
+        value = _moved(value, context.world.device) if entry["on_device"] else value
+        if entry["kind"] == "value":
+            refill(vars(holder), {name: value})
+        elif entry["kind"] == "parts" and is_plain(own):
+            restore_attributes(own, value, callback, context)
+        else:
+            if not hasattr(own, "load_state_dict") and entry["kind"] == "state":
                 own = _copy_of_model(callback, context)
             try:
                 own.load_state_dict(value)
-            except (RuntimeError, ValueError, KeyError) as error:
+            except (RuntimeError, ValueError, KeyError, AttributeError) as error:
                 raise UserError(
                     f"{type(callback).__name__}.{name} cannot be restored: it is made while training, and is"
                     " no copy of the model",
@@ -71,8 +78,26 @@ def restore_attributes(callback: Any, saved: Mapping[str, Any], context: Context
                     got=type(callback).__name__,
                     remedy="Make it in __init__, or give the callback state_dict and load_state_dict",
                 ) from error
-            value = own
-        setattr(callback, name, value)
+            setattr(holder, name, own)
+
+
+def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
+    """What a checkpoint holds of `value`; None for a reference to what is `around`."""
+    parts = value.modules() if isinstance(value, nn.Module) else _parts(value)
+    if type(value).__module__.startswith(_OWN) or any(id(part) in around for part in parts):
+        return None
+    content = value
+    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        kind, content = "state", value.state_dict()
+    elif is_plain(value):
+        entries = {name: _entry(part, {*around, id(value)}) for name, part in vars(value).items()}
+        found = {name: entry for name, entry in entries.items() if entry is not None}
+        return {"kind": "parts", "on_device": False, "value": found}
+    else:
+        kind = "value"
+    encode(content)
+    on_device = any(isinstance(part, Tensor) and not part.is_cpu for part in _parts(content))
+    return {"kind": kind, "on_device": on_device, "value": copy.deepcopy(content)}
 
 
 def _copy_of_model(callback: Any, context: Context) -> Any:
@@ -82,16 +107,17 @@ def _copy_of_model(callback: Any, context: Context) -> Any:
     return copy.deepcopy(context.model)
 
 
-def _fingerprint(value: Any) -> str:
+def _fingerprint(value: Any) -> Any:
     if hasattr(value, "state_dict") and not isinstance(value, type):
         value = value.state_dict()
-    if isinstance(value, Tensor):
-        return f"{id(value)} {value.data_ptr()} {value._version}"
-    if isinstance(value, Mapping):
-        return repr([(repr(key), _fingerprint(part)) for key, part in value.items()])
-    if isinstance(value, (list, tuple)):
-        return repr([_fingerprint(part) for part in value])
-    return repr(value)
+    return digest(value, _version) or repr(value)
+
+
+def _version(part: Any) -> str | None:
+    """What stands for a tensor, or for an object of the run, in a fingerprint."""
+    if isinstance(part, Tensor):
+        return f"{id(part)} {part.data_ptr()} {part._version}"
+    return str(id(part)) if type(part).__module__.startswith(_OWN) else None
 
 
 def _parts(value: Any) -> Iterator[Any]:

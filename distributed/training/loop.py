@@ -412,7 +412,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         with same_streams():
             self.trackers.start(params, place, training)
         collect_as_usual()
-        self.callbacks.notify("on_run_start")
+        self.callbacks.begin()
 
     def _print_position(self) -> None:
         if self.world.rank != 0:

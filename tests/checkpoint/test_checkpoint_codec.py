@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
+        | st.builds(deque, st.lists(inner, max_size=4), st.none() | st.integers(0, 3))
         | st.dictionaries(HASHABLE | st.just("$"), inner, max_size=4)
         | st.dictionaries(HASHABLE, st.integers(), max_size=3).map(Counter)
     ),
@@ -143,7 +144,8 @@ def test_a_value_that_contains_itself_is_refused() -> None:
     {"$": "os.system", "v": "x"}, {"$": ["tuple"], "v": []}, {"$": "tuple"}, {"$": "int", "v": 3.5},
     {"$": "tensor", "dtype": "load", "shape": [1], "v": ""}, {"$": "dict", "v": [[1]]},
     {"$": "ndarray", "dtype": "O", "shape": [1], "v": "AAAAAAAAAAA="}, {"$": "bytes", "v": "%%"},
-    {"$": "dict", "v": [[[], 1]]},
+    {"$": "dict", "v": [[[], 1]]}, {"$": "deque", "v": [1, [1, 2]]}, {"$": "deque", "v": [-1, []]},
+    {"$": "deque", "v": [2]}, {"$": "deque", "v": ["2", []]},
 ], ids=str)  # fmt: skip
 def test_foreign_data_is_a_value_error(data: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
@@ -152,7 +154,7 @@ def test_foreign_data_is_a_value_error(data: Any) -> None:
 
 @pytest.mark.parametrize("value", [
     2**70, math.inf, b"ab", (1,), {1}, frozenset({1}), {1: 2}, Counter("a"), torch.ones(2), numpy.ones(2),
-    numpy.float64(1.5),
+    numpy.float64(1.5), deque([1]),
 ], ids=lambda value: type(value).__name__)  # fmt: skip
 @pytest.mark.parametrize("more", ["v2", "$2", "dtype2"])
 def test_a_key_that_nothing_reads_is_refused(value: Any, more: str) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from distributed import Callback
 from distributed.interfaces.callback import Context
-from distributed.launch.refilling import refill
 from distributed.testing.rank_pool import RankPool
+from distributed.training.refilling import refill
 from tests.support import commands
 from tests.support.training import make_trainer
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -453,6 +457,78 @@ def test_an_average_without_a_state_of_its_own_is_resumed(
             fit(new_model(), rank_pool, ranks, tmp_path / folder, steps, **options)
         found.append(callback.values())
     assert all((a - b).abs().max() < EXACT for a, b in zip(*found, strict=True))
+
+
+class Meter:
+    """Counts, as meters of training loops do."""
+
+    def __init__(self) -> None:
+        self.total, self.last = 0.0, [0.0]
+
+    def add(self, value: float) -> None:
+        self.total += value
+        self.last.append(value)
+
+
+class Collected(Callback):
+    """What callbacks keep in containers and objects of their own, of which other names stay known."""
+
+    def __init__(self) -> None:
+        self.window, self.meter = deque([0.0], maxlen=3), Meter()
+        self.kinds: Any = defaultdict(int)
+        self.seen, self.array = {0}, np.zeros(2)
+        self.all, self.nested = [0.0], {"meter": [0.0]}
+
+    def on_run_start(self, context: Context) -> None:
+        self.lock = threading.Lock()  # which no checkpoint can hold, and which is made again
+
+    def on_step_end(self, context: Context) -> None:
+        step = context.progress.step
+        self.window.append(sum(self.window) + step)
+        self.meter.add(self.meter.total + step)
+        self.kinds[step % 4] += 1
+        self.seen.add(step)
+        self.array += step
+        self.all.append(float(step))
+        self.nested["meter"].append(self.array.sum())
+
+    def values(self) -> list[Any]:
+        return [*self.held(), self.meter.total, self.seen, self.array.tolist(), self.nested]
+
+    def held(self) -> list[Any]:
+        return [self.window, self.kinds, self.all, self.meter.last]
+
+
+def test_containers_and_objects_of_callbacks_are_resumed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for folder, parts in (("whole", (STEPS,)), ("parts", (5, 8, STEPS))):
+        for steps in parts:
+            callback = Collected()
+            names = callback.held()
+            fit(new_model(), None, 1, tmp_path / folder, steps, backend="serial", callbacks=[callback])
+            assert all(a is b for a, b in zip(names, callback.held(), strict=True))
+        found.append(callback.values())
+    assert found[0] == found[1]
+    assert "cannot hold" not in caplog.text
+
+
+class Opaque(Callback):
+    """Keeps what a checkpoint cannot hold, and changes it."""
+
+    def __init__(self) -> None:
+        self.numbers = random.Random(0)
+
+    def on_step_end(self, context: Context) -> None:
+        self.numbers.random()
+
+
+def test_an_attribute_that_a_checkpoint_cannot_hold_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(new_model(), None, 1, tmp_path, backend="serial", callbacks=[Opaque()])
+    assert caplog.text.count("Opaque.numbers is of a kind that a checkpoint cannot hold") == 1
 
 
 class Other(Callback):

@@ -1,24 +1,54 @@
-"""Objects filled in place with what a copy of them holds, so that all names of them see it."""
+"""Objects compared with what they were, and filled in place with what a copy of them holds, so that all names
+of them see it."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["functions", "is_imported", "parts", "refill"]
+__all__ = ["digest", "functions", "is_imported", "is_plain", "parts", "pickle_into", "refill"]
 
 _CAPTURED = (list, deque, dict, set, int, float, str, type(None), Tensor, np.ndarray)
 _OWN = ("distributed", "distributed_backends", "distributed_plugins", "torch", "builtins")
 _LARGE = 2**24
 """Bytes of a captured tensor from which on it counts as data, which nothing changes."""
+
+
+def pickle_into(file: Any, value: Any, name_of: Callable[[Any], str | None]) -> bool:
+    """Pickle `value`, in which `name_of` gives what is stored by name alone; False if it cannot be."""
+    pickler = cloudpickle.Pickler(file, protocol=5)
+    pickler.persistent_id = name_of
+    try:
+        pickler.dump(value)
+    except Exception:  # noqa: BLE001 - whatever an object of the user raises
+        return False
+    return True
+
+
+def digest(value: Any, name_of: Callable[[Any], str | None]) -> bytes | None:
+    """Digest of the pickled value; None if it cannot be pickled."""
+    sink = _Digest()
+    return sink.digest.digest() if pickle_into(sink, value, name_of) else None
+
+
+class _Digest(io.RawIOBase):
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=16)
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return len(data)
 
 
 def parts(holder: Any) -> MutableMapping[str, Any]:
@@ -113,8 +143,10 @@ def refill(own: MutableMapping[str, Any], values: Mapping[str, Any], done: set[i
 
 def _fill(own: Any, value: Any, done: set[int]) -> bool:
     """Let the object `own` hold what `value` does; False if it cannot."""
-    if type(own) is not type(value) or own is value:
-        return own is value
+    if own is value:
+        return True
+    if type(own) is not type(value) and not (isinstance(own, dict) and type(value) is dict):
+        return False
     if isinstance(own, (Tensor, np.ndarray)):
         return _fill_array(own, value)
     if id(own) in done:
@@ -133,7 +165,7 @@ def _fill(own: Any, value: Any, done: set[int]) -> bool:
     if isinstance(own, (FunctionType, MethodType)):
         refill(parts(own), parts(value), done)
         return True
-    if isinstance(own, nn.Module) or _is_plain(own):
+    if isinstance(own, nn.Module) or is_plain(own):
         return _fill(vars(own), vars(value), done)
     return False
 
@@ -146,8 +178,10 @@ def _fill_array(own: Any, value: Any) -> bool:
     return True
 
 
-def _is_plain(value: Any) -> bool:
-    """True if its attributes are all that it holds, as far as pickle can tell."""
+def is_plain(value: Any) -> bool:
+    """True for an object whose attributes are all that it holds, as far as pickle can tell."""
+    if isinstance(value, (type, ModuleType, FunctionType, MethodType)):
+        return False
     kind, plain = type(value), ("__reduce__", "__reduce_ex__", "__getstate__")
     usual = all(getattr(kind, name, None) is getattr(object, name, None) for name in plain)
     return usual and hasattr(value, "__dict__") and not hasattr(kind, "__setstate__")
