@@ -73,7 +73,7 @@ def _slots(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor, str, Any]]:
 
 
 def _own_state(optimizer: Any, names: Mapping[int, str]) -> Any:
-    """What the optimizer's own ``state_dict`` returns, with references in place of state that is exported by
+    """Return the optimizer's own ``state_dict``, with references in place of state that is exported by
     name; None where it is torch's."""
     if getattr(type(optimizer), "state_dict", None) in (None, Optimizer.state_dict):
         return None

@@ -119,13 +119,14 @@ class Tracker(ABC):
         return {}
 
     def target(self) -> str:
-        """Where `context` and configuration have the run written, such as the address of a server. Another
-        one than before gets the whole training. Called before `start`; must not wait for it."""
+        """Return the place to which `context` and configuration have the run written, such as the address of
+        a server. Another one than before gets the whole training. Called before `start`; must not wait for
+        it."""
         return ""
 
     def kept(self) -> dict[str, Any]:
-        """What becomes part of `context` where this run is continued, as plain data. Before `start`, what
-        another process has to know besides the configuration."""
+        """Return what becomes part of `context` where this run is continued, as plain data. Before `start`,
+        that is what another process has to know besides the configuration."""
         return {}
 
     def flush(self) -> None:  # noqa: B027 - optional

@@ -97,7 +97,7 @@ def take_back(reader: PortableReader, task: Task, framework: Framework) -> dict[
 
 
 def _lack_of_memory(reader: PortableReader) -> str | None:
-    """Why this process cannot hold the optimizer's state, if it cannot."""
+    """Return the reason for which this process cannot hold the optimizer's state, if there is one."""
     shapes = reader.tensors().items()
     sizes = [
         prod(s) * ITEM_SIZES[reader.dtype(*place)] for place, s in shapes if place[0].startswith("optimizer.")

@@ -45,7 +45,7 @@ def apply_settings(data: bytes) -> None:
 
 
 def _is_set(logger: Any) -> bool:
-    """Whether a script or library has changed `logger`; False for one that is only a part of names."""
+    """True if a script or library has changed `logger`; False for one that is only a part of names."""
     changed = getattr(logger, "level", 0) or getattr(logger, "handlers", ())
     return bool(changed or getattr(logger, "disabled", False) or not getattr(logger, "propagate", True))
 

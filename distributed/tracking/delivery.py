@@ -1,4 +1,4 @@
-"""What trackers are to record: a file of the run, and the thread of each tracker that delivers from it.
+"""The record for trackers: a file of the run, and the thread of each tracker that delivers from it.
 
 The loop appends to the file, and waits for nothing else. A line that is in the file is not lost, whatever
 becomes of the process: the thread, a resumed run, or ``track sync`` delivers it. How far a tracker has got
@@ -35,7 +35,7 @@ _POLL = 0.5
 _SILENCE = 60.0
 """Seconds without progress after which a tracker is said not to answer."""
 _KEPT_DAYS = 30
-"""How long files of runs without a folder are kept."""
+"""Age up to which files of runs without a folder are kept."""
 _METRICS = ("log_metrics", "log_epoch")
 
 

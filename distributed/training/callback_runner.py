@@ -43,8 +43,8 @@ class CallbackRunner:
         self.on_step: list[Callback] = []
         self._overridden: dict[str, list[Callback]] = {}
         self._called: Callback | None = None
-        self._before: dict[int, dict[str, Any]] = {}
-        self._begun: dict[int, dict[str, Any]] = {}
+        self._at_start: dict[int, dict[str, Any]] = {}
+        self._when_started: dict[int, dict[str, Any]] = {}
 
     def gather(self, continues: bool = False) -> None:
         """Collect the callbacks of this rank.
@@ -64,12 +64,12 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
-        self._before = {} if continues else {id(callback): fingerprints(callback) for callback in found}
+        self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
 
     def begin(self) -> None:
         """Notify that the run starts. What a callback sets then, it sets again in a resumed run."""
         self.notify("on_run_start")
-        self._begun = {id(callback): fingerprints(callback) for callback in self.active}
+        self._when_started = {id(callback): fingerprints(callback) for callback in self.active}
 
     def guard(self, settings: SharedSettings | None) -> None:
         """Refuse, from now on, a callback that changes one of `settings` where ranks would not all follow."""
@@ -129,7 +129,7 @@ class CallbackRunner:
         if all(callback is not given for given in self.given):
             return {}  # plugins save what they need
         now = fingerprints(callback)
-        before, begun = (kept.get(id(callback), {}) for kept in (self._before, self._begun))
+        before, begun = (kept.get(id(callback), {}) for kept in (self._at_start, self._when_started))
         changed = [name for name, value in now.items() if before.get(name) != value]
         found, lost = save_attributes(callback, changed, self.context)
         lost = [name for name in lost if begun and begun.get(name) != now[name]]
@@ -141,7 +141,7 @@ class CallbackRunner:
                 type(callback).__name__,
                 lost[0],
             )
-            self._begun.pop(id(callback))  # one warning is enough
+            self._when_started.pop(id(callback))  # one warning is enough
         return {ATTRIBUTES: found} if found else {}
 
     def restore(self, states: Sequence[list[Any]]) -> None:

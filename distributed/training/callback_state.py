@@ -82,7 +82,7 @@ def restore_attributes(holder: Any, saved: Mapping[str, Any], callback: Any, con
 
 
 def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
-    """What a checkpoint holds of `value`; None for a reference to what is `around`."""
+    """Return what a checkpoint holds of `value`; None for a reference to what is `around`."""
     parts = value.modules() if isinstance(value, nn.Module) else _parts(value)
     if type(value).__module__.startswith(_OWN) or any(id(part) in around for part in parts):
         return None
@@ -114,7 +114,7 @@ def _fingerprint(value: Any) -> Any:
 
 
 def _version(part: Any) -> str | None:
-    """What stands for a tensor, or for an object of the run, in a fingerprint."""
+    """Return the name of a tensor, or of an object of the run, in a fingerprint."""
     if isinstance(part, Tensor):
         return f"{id(part)} {part.data_ptr()} {part._version}"
     return str(id(part)) if type(part).__module__.startswith(_OWN) else None

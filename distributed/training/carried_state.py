@@ -76,7 +76,7 @@ class CarriedState(Buffers):
         buffers.restore()
 
     def matters(self, loss: Callable[[], float], with_buffers: bool) -> bool:
-        """Whether `loss` differs between the state of this moment and that of now, to which it returns.
+        """True if `loss` differs between the state of this moment and that of now, to which it returns.
 
         Args:
             with_buffers: False compares with other attributes alone.

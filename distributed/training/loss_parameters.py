@@ -31,7 +31,7 @@ class WithLoss(nn.Module):
 
 
 def has_parameters(loss_fn: Any, model: Any) -> bool:
-    """Whether a loss has trainable parameters that are not those of `model`."""
+    """True if a loss has trainable parameters that are not those of `model`."""
     if not isinstance(loss_fn, nn.Module) or not isinstance(model, nn.Module):
         return False
     known = {id(p) for p in model.parameters()}

@@ -52,8 +52,8 @@ class _Digest(io.RawIOBase):
 
 
 def parts(holder: Any) -> MutableMapping[str, Any]:
-    """What `holder` keeps by name: attributes of an object; variables of a function; those of a method's
-    object."""
+    """Return what `holder` keeps by name: attributes of an object; variables of a function; those of the
+    object of a method."""
     if isinstance(holder, MethodType):
         return parts(holder.__self__)
     if isinstance(holder, FunctionType):
@@ -69,10 +69,10 @@ class _Variables(MutableMapping[str, Any]):
     def __init__(self, function: FunctionType) -> None:
         self._globals = function.__globals__
         self._cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        self._names = dict.fromkeys([*self._cells, *_names(function.__code__, self._globals, set())])
+        self._variables = dict.fromkeys([*self._cells, *_names(function.__code__, self._globals, set())])
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if self._is_kept(name))
+        return (name for name in self._variables if self._is_kept(name))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -21,7 +21,7 @@ __all__ = ["Extent", "check_schedule"]
 
 @dataclass(frozen=True)
 class Extent:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
         steps: number of its last optimizer step; None if unknown.
@@ -95,7 +95,7 @@ def _check_interval(scheduler: Any, optimizer: Any, run: Extent) -> None:
 
 
 def _only_rises(scheduler: Any, epochs: int) -> bool:
-    """Whether each epoch has a higher rate than the one before, and the next one would, too."""
+    """True if each epoch has a higher rate than the one before, and the next one would, too."""
     if not isinstance(scheduler, LRScheduler):
         return False
     optimizer = scheduler.optimizer

@@ -303,7 +303,7 @@ class MLflowTracker(Tracker):
         return known
 
     def _read_written(self) -> None:
-        """What an earlier attempt may have written without having noted it."""
+        """Return what an earlier attempt may have written without having noted it."""
         for key in self._client.get_run(self.run_id).data.metrics:
             found = self._client.get_metric_history(self.run_id, key)
             self._written |= {(key, metric.step) for metric in found}

@@ -130,7 +130,7 @@ class SteppingMixin(PrecisionMixin):
 
     @property
     def _parameters(self) -> list[nn.Parameter]:
-        """What the optimizer holds now: groups may be added during training."""
+        """The parameters that the optimizer holds now: groups may be added during training."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _note_trainable(self) -> None:
@@ -178,17 +178,17 @@ class SteppingMixin(PrecisionMixin):
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Whether `optimizer` has the methods `train` and `eval`."""
+    """True if `optimizer` has the methods `train` and `eval`."""
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 
 
 def requires_closure(optimizer: Any) -> bool:
-    """Whether `step` of `optimizer` cannot be called without a closure."""
+    """True if `step` of `optimizer` cannot be called without a closure."""
     step = getattr(type(optimizer), "step", None)
     closure = signature(step).parameters.get("closure") if step is not None else None
     return closure is not None and closure.default is closure.empty
 
 
 def lacks_closure(error: BaseException) -> bool:
-    """Whether `error` may come from an optimizer that was stepped without the closure that it needs."""
+    """True if `error` may come from an optimizer that was stepped without the closure that it needs."""
     return isinstance(error, (TypeError, AssertionError)) or "closure" in str(error)
