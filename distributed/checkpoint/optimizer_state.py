@@ -35,6 +35,9 @@ KIND = frozenset({"decoupled_weight_decay"})
 """Keys that distinguish optimizers with the same state, such as AdamW and Adam: a checkpoint does not change
 it."""
 
+WHOLE_STATE = "holds_whole_state"
+"""Attribute of an optimizer whose state is whole on every rank, also of parameters that are not."""
+
 Groups = list[tuple[dict[str, Any], Mapping[str, Any]]]
 
 
@@ -219,11 +222,12 @@ def import_optimizer(
         if name not in dtypes:
             continue
         state: dict[str, Any] = {}
+        divided = is_sharded(p) and not getattr(part, WHOLE_STATE, False)
         for slot in _of_part(slots.get(name, []), prefix):
-            value = _read_slot(reader, prefix + slot, name, p, starts or {})
+            value = _read_slot(reader, prefix + slot, name, p, starts or {}, divided)
             follows = value.is_floating_point() and value.dtype == dtypes[name]
             value = value.to(local_part(p).device, p.dtype if follows else value.dtype)
-            state[slot] = wrap_like(p, value) if is_sharded(p) else value
+            state[slot] = wrap_like(p, value) if divided else value
         numbers, kinds = reader.scalars.get(name, {}), saved.get(SCALAR_DTYPES, {})
         for slot in _of_part(numbers, prefix):
             own_saved = {**saved, SCALAR_DTYPES: {slot: kinds.get(prefix + slot)}} if prefix else saved
@@ -242,14 +246,16 @@ def _of_part(slots: Iterable[str], prefix: str) -> list[str]:
     return [slot for slot, (head, dot, _) in numbered if not (dot and head.isdecimal())]
 
 
-def _read_slot(reader: StateReader, slot: str, name: str, p: Tensor, starts: Mapping[str, int]) -> Tensor:
+def _read_slot(
+    reader: StateReader, slot: str, name: str, p: Tensor, starts: Mapping[str, int], divided: bool
+) -> Tensor:
     """What the optimizer holds here of one saved tensor of its state."""
     key = _PREFIX + slot
     if name in starts:
         piece: Tensor = reader.read(key, name, starts[name], p.numel())
         return piece
     shape = reader.tensors()[key, name]
-    if not is_sharded(p):
+    if not divided:
         value: Tensor = reader.read(key, name).reshape(shape)
         return value
     if tuple(shape) != tuple(p.shape):

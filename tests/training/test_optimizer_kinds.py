@@ -229,10 +229,6 @@ class Of:
 def test_a_step_by_a_closure(
     make: Callable[[Any], Optimizer], clip: float | None, place: Place, rank_pool: RankPool
 ) -> None:
-    if (make, place[0]) == (lbfgs, "fsdp"):
-        with pytest.raises(UserError, match=r"LBFGS flattens unsharded.*Use backend='pytorch-ddp'"):
-            fit(new_model(), place, rank_pool, Of(make))
-        return
     oracle = new_model()
     optimizer = make(oracle.parameters())
     for _ in range(2):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from distributed import Callback, Trainer, UserError
@@ -121,6 +121,31 @@ def test_which_hyperparameters_win_is_said(
     assert f"lr=0.02{said}" in caplog.text
     assert f"betas=(0.5, 0.99){said}" in caplog.text
     assert "weight_decay" not in caplog.text
+    assert distance(model, oracle) < EXACT
+
+
+def flattened(model: nn.Module) -> LBFGS:
+    return LBFGS(model.parameters(), lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
+
+
+def test_a_history_of_the_whole_model_is_resumed_on_other_backends(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    """LBFGS keeps one vector of all parameters, which no rank of FSDP holds by itself."""
+    oracle = new_model()
+    optimizer = flattened(oracle)
+    for x, y in batches():
+
+        def gradient(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(oracle(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(gradient)
+    for last, backend, ranks in ((3, "fsdp", 2), (6, "serial", 1), (9, "fsdp", 3), (STEPS, "pytorch-ddp", 2)):
+        model = new_model()
+        fit(model, rank_pool, ranks, tmp_path, last, backend=backend, optimizer=flattened)
     assert distance(model, oracle) < EXACT
 
 

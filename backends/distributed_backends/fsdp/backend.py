@@ -27,6 +27,7 @@ from distributed.training.gradient_use import GradientUse
 from distributed.training.mixins.accumulation import NO_CONTEXT
 from distributed.training.model_traits import HOOKED, SPARSE, Trait, refuse, written_weights
 from distributed.training.torch_backend import StepModule
+from distributed_backends.fsdp.flat_steps import flatten_whole
 from distributed_backends.fsdp.reduction import CodecReduction, Reduction
 from distributed_backends.fsdp.section import FSDPSection
 from distributed_backends.fsdp.sharded_model import ShardedModel
@@ -138,6 +139,8 @@ class FSDPBackend(MeshBackend):
         super().prepare(task)
         if self._sharded is not None:
             _check_steps(self.optimizer)
+            if isinstance(self.optimizer, torch.optim.LBFGS):
+                flatten_whole(self.optimizer)
         copies = None if self.mesh is None else self.mesh.group(*self._gradient_reduction.axes_after)
         if copies is not None:
             # Experts and what is not sharded have reductions of their own.
@@ -308,7 +311,6 @@ def _check_steps(optimizer: torch.optim.Optimizer) -> None:
     """Refuse the optimizers of torch whose step DTensors do not support (as of torch 2.13)."""
     reasons = {
         torch.optim.Adafactor: "Adafactor needs unsharded parameters (row/column statistics)",
-        torch.optim.LBFGS: "LBFGS flattens unsharded gradients",
     }
     for kind, reason in reasons.items():
         if isinstance(optimizer, kind):
