@@ -100,6 +100,7 @@ class Trainer:
         self.config = self._configure({})
         self.history: History | None = None
         self._outcome: RunResult | None = None
+        self._optimizer_of_outcome: Any = None
         self._task_done: Task | None = None
         self._stepper: Any = None
         self._chosen: tuple[DistributedConfig, BackendChoice, Framework] | None = None
@@ -313,6 +314,8 @@ class Trainer:
         task.progress = before.progress
         if before.state is not None:
             task.state_dir, task.held = _newest(before), before.held
+            if task.held is not None and self.optimizer is not self._optimizer_of_outcome:
+                task.held = {**task.held, "optimizer": None}  # another one was assigned
             if task.state_dir is None:
                 raise UserError(
                     "a second fit() needs the weights of the first, and return_weights='none' discarded them",
@@ -322,7 +325,8 @@ class Trainer:
                     remedy="Or save checkpoints and start a new Trainer with resume_from_checkpoint=True",
                 )
         elif before.run_state is not None:
-            task.optimizer = before.run_state["optimizer"]
+            if self.optimizer is self._optimizer_of_outcome:
+                task.optimizer = before.run_state["optimizer"]
             task.run_state = before.run_state
         return task
 
@@ -372,6 +376,7 @@ class Trainer:
     def _adopt(self, outcome: RunResult, config: DistributedConfig) -> None:
         """Keep what the next `fit` needs, and put the weights into the caller's model."""
         before, self._outcome = self._outcome, outcome
+        self._optimizer_of_outcome = self.optimizer
         self.history = outcome.history
         if outcome.loop is not None:
             self._model = outcome.loop.model if not self._is_module() else self._model

@@ -71,6 +71,10 @@ class Framework(ABC):
     def optimizer_of(self, model: Any, optimizer: Any) -> Any:
         """The optimizer object that the caller holds, given or compiled; None if ranks build it."""
 
+    def build_optimizer(self, task: Task, plan: RunPlan) -> Any:
+        """The optimizer of `task`, built here if a class or function was given."""
+        return task.optimizer
+
     # `optimizer` is what `optimizer_of` returned, in all that follow.
 
     @abstractmethod

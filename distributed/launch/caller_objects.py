@@ -16,6 +16,7 @@ from distributed.checkpoint.reader import PortableReader
 from distributed.errors import UserError
 from distributed.interfaces.collectives import OneRank
 from distributed.interfaces.framework import Framework
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState
 from distributed.interfaces.task import Progress, Task
 from distributed.system.disk_room import needs_room, readable
@@ -38,7 +39,9 @@ class _Caller(OneRank):
         return self._state
 
 
-def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextManager[None]:
+def bring(
+    task: Task, framework: Framework, folder: Path, plan: RunPlan
+) -> AbstractContextManager[None]:
     """Save in `folder` what the caller's objects hold, where ranks would not have it otherwise: an optimizer
     with a history, and everything that has changed since an earlier `fit` brought it back.
 
@@ -51,10 +54,13 @@ def bring(task: Task, framework: Framework, folder: Path) -> AbstractContextMana
     held, task.held = task.held, None
     if not framework.is_model(task.model):
         return nullcontext()
+    is_replaced = held is not None and held["optimizer"] is None
+    if is_replaced:
+        task.optimizer = framework.build_optimizer(task, plan)
     model, optimizer = _model(task), framework.optimizer_of(task.model, task.optimizer)
     has_history, first = framework.has_history(optimizer), task.state_dir is None
     now = {} if first and not has_history else _digests(task, framework)
-    if held is not None and held["is_apart"]:
+    if held is not None and held["is_apart"] and not is_replaced:
         if has_history or held["optimizer"] != now["optimizer"]:
             raise _ambiguous(optimizer)
         optimizer = None

@@ -128,7 +128,7 @@ def run(
         starter: Launcher = launcher or load_target(plan.spec.launcher)()
         starter.prepare(plan)
         framework: Framework = load_target(plan.spec.objects)()
-        with bring(task, framework, path):
+        with bring(task, framework, path, plan):
             job.task = framework.pack(task)
             job.module_globals = module_globals(job.task)
             job.script_settings = read_settings()

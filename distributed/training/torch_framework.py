@@ -16,11 +16,13 @@ from distributed.checkpoint.torch_state import (
 )
 from distributed.errors import UserError
 from distributed.interfaces.framework import Framework, refuse_foreign
+from distributed.interfaces.plan import RunPlan
 from distributed.interfaces.state import BackendState, StateReader
 from distributed.interfaces.task import Task
 from distributed.system.devices import visible_gpus
 from distributed.system.tensors import digest_of
-from distributed.training.optimizers import build_model, check_optimizer, check_trainable
+from distributed.training.loss_parameters import with_loss
+from distributed.training.optimizers import build_model, build_optimizer, check_optimizer, check_trainable
 from distributed.training.task_checks import check_task
 
 
@@ -71,6 +73,10 @@ class TorchFramework(Framework):
 
     def optimizer_of(self, model: Any, optimizer: Any) -> Any:
         return optimizer if isinstance(optimizer, Optimizer) else None
+
+    def build_optimizer(self, task: Task, plan: RunPlan) -> Any:
+        model = with_loss(task.model, task.loss_fn)
+        return build_optimizer(task.optimizer, model, plan.config, plan.learning_rate)
 
     def load_state(self, reader: StateReader, model: Any, optimizer: Any) -> None:
         import_replicated(reader, model, optimizer)

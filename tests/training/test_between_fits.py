@@ -163,6 +163,43 @@ def test_changes_between_fits_are_trained(
     assert max(distances.values()) < EXACT, distances
 
 
+@everywhere
+@pytest.mark.parametrize("given", ["object", "function"])
+def test_another_optimizer_may_be_assigned(
+    given: str, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    def momentum(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+    def with_betas(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), 0.01, betas=(0.5, 0.9))
+
+    own, oracle = Objects(), Objects()
+    run = make_trainer(
+        own.model,
+        ranks,
+        rank_pool,
+        optimizer=own.optimizer,
+        global_batch_size=SIZE,
+        data={"shuffle": False},
+        loss_fn=nn.MSELoss(),
+        backend=backend,
+        epochs=1,
+        **fields,
+    )
+    for build in (None, momentum, with_betas):
+        if build is not None:
+            oracle.optimizer = build(oracle.model)
+            run.optimizer = build(own.model) if given == "object" else build
+        for i in range(0, NUM, SIZE):
+            oracle.optimizer.zero_grad()
+            nn.functional.mse_loss(oracle.model(X[i : i + SIZE]), Y[i : i + SIZE]).backward()
+            oracle.optimizer.step()
+        run.fit((X, Y))
+    pairs = zip(own.model.state_dict().values(), oracle.model.state_dict().values(), strict=True)
+    assert max((a.double() - b.double()).abs().max().item() for a, b in pairs) < EXACT
+
+
 @pytest.mark.starts_processes
 @pytest.mark.parametrize(
     ("backend", "fields", "preload"),
