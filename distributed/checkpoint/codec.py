@@ -165,6 +165,8 @@ def _encode_array(value: Any, path: str) -> Any:
     if torch is not None and isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_quantized or value.is_meta:
             raise _refuse(path, f"a {value.layout} tensor on {value.device}")
+        if hasattr(value, "device_mesh"):
+            raise _refuse(path, "this rank's part of a divided tensor")
         flat = value.detach().reshape(-1).to("cpu", copy=True).contiguous()
         raw = flat.view(torch.uint8).numpy().tobytes()
         dtype = str(value.dtype).removeprefix("torch.")
