@@ -90,9 +90,12 @@ class SharedSettings(ABC):
 
     Attributes:
         is_written: a callback on all ranks may have changed weights, so that replicas have to be compared.
+        holders: (name in words, object) of objects of the script that a callback on rank 0 alone may not
+            change.
     """
 
     is_written = False
+    holders: Sequence[tuple[str, Any]] = ()
 
     @property
     def is_known(self) -> bool:

@@ -39,9 +39,7 @@ class _Caller(OneRank):
         return self._state
 
 
-def bring(
-    task: Task, framework: Framework, folder: Path, plan: RunPlan
-) -> AbstractContextManager[None]:
+def bring(task: Task, framework: Framework, folder: Path, plan: RunPlan) -> AbstractContextManager[None]:
     """Save in `folder` what the caller's objects hold, where ranks would not have it otherwise: an optimizer
     with a history, and everything that has changed since an earlier `fit` brought it back.
 

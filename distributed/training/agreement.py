@@ -10,6 +10,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -24,6 +25,7 @@ from distributed.interfaces.collectives import Ranks
 from distributed.training.model_traits import written_weights
 from distributed.training.objective import Objective
 from distributed.training.optimizers import hyperparameters
+from distributed.training.plain_attributes import PARTS, plain_attributes
 from distributed.training.weight_digests import WeightDigests
 
 __all__ = [
@@ -81,9 +83,13 @@ class WatchedSettings(SharedSettings):
 
     Args:
         backend: has placed the model.
+
+    Attributes:
+        holders: (name in words, object) of what else a callback on rank 0 alone may not change.
     """
 
     def __init__(self, backend: WatchedBackend) -> None:
+        self.holders: list[tuple[str, Any]] = []
         self._watched = backend
         self._replicated = backend.world.size > 1 and backend.replicated() is not None
         self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
@@ -95,6 +101,18 @@ class WatchedSettings(SharedSettings):
     @abstractmethod
     def named(self, values: Any) -> dict[str, Any]:
         """Values that `read` returned, by names for a message."""
+
+    def attributes(self) -> dict[str, Any]:
+        """Plain values that training on this rank depends on, besides those of `read`, by names."""
+        return plain_attributes(self.holders)
+
+    def moments(self) -> dict[str, Tensor]:
+        """State of the optimizer on this rank, by names for a message."""
+        return {}
+
+    def hooks(self) -> list[tuple[dict[int, Any], int, Any]]:
+        """(dict, key, hook) of the hooks of forward and backward passes."""
+        return []
 
     def digest(self) -> float:
         self._read_digests()
@@ -117,16 +135,19 @@ class WatchedSettings(SharedSettings):
     def unchanged_by(self, callback: Any) -> Iterator[None]:
         is_only_here = not callback.all_ranks and self._watched.world.size > 1
         with self._weights_unchanged_by(callback, is_only_here):
-            before = self.read() if is_only_here else None
+            before = (self.read(), self.attributes()) if is_only_here else None
+            hooks = {id(hook) for _, _, hook in self.hooks()} if is_only_here else None
             yield
-        if before is None:
+        for held, key, hook in self.hooks() if hooks is not None else ():
+            if hooks is not None and id(hook) not in hooks:
+                held[key] = _reading(hook, callback)
+        after = before and (self.read(), self.attributes())
+        if before == after or before is None or after is None:
             return
-        after = self.read()
-        if after == before:
-            return
-        old, new = self.named(before), self.named(after)
-        name = _difference(old, new)
-        raise _only_here(callback, f"{name} from {old.get(name or '')!r} to {new.get(name or '')!r}")
+        old, new = ({**self.named(values), **attributes} for values, attributes in (before, after))
+        name = _difference(old, new) or ""
+        values = "" if name.startswith(PARTS) else f" from {old.get(name)!r} to {new.get(name)!r}"
+        raise _only_here(callback, f"{name}{values}")
 
     @contextmanager
     def _weights_unchanged_by(self, callback: Any, is_only_here: bool) -> Iterator[None]:
@@ -137,12 +158,15 @@ class WatchedSettings(SharedSettings):
             yield
             return
         self._read_digests()
-        before = WeightDigests(self._watched.held_weights())
+        before = WeightDigests(self._held(is_only_here))
         with self._watched.callback_scope():
             yield
-        self._unread = (callback, before, WeightDigests(self._watched.held_weights()))
+        self._unread = (callback, before, WeightDigests(self._held(is_only_here)))
         if not before.waits:
             self._read_digests()
+
+    def _held(self, is_only_here: bool) -> dict[str, Tensor]:
+        return self._watched.held_weights() | (self.moments() if is_only_here else {})
 
     def _read_digests(self) -> None:
         """Raise a UserError if a callback has changed a weight that it may not change."""
@@ -167,6 +191,28 @@ class Settings(WatchedSettings):
     @property
     def is_known(self) -> bool:
         return self._objective.knows_averages
+
+    def attributes(self) -> dict[str, Any]:
+        named = [(f"module '{name}'" if name else "the model", m) for name, m in self._modules.items()]
+        held = vars(self._optimizer).items()
+        found = {f"'{name}' of the optimizer": v for name, v in held if isinstance(v, int | float | str)}
+        return {**plain_attributes([*named, *self.holders]), **found}
+
+    def hooks(self) -> list[tuple[dict[int, Any], int, Any]]:
+        return [
+            (hooks, key, hook)
+            for m in self._modules.values()
+            for hooks in (m._forward_hooks, m._forward_pre_hooks, m._backward_hooks)
+            for key, hook in hooks.items()
+        ]
+
+    def moments(self) -> dict[str, Tensor]:
+        return {
+            f"{slot} of parameter {number} in the optimizer": value
+            for number, state in enumerate(self._optimizer.state.values())
+            for slot, value in state.items()
+            if isinstance(value, Tensor)
+        }
 
     def read(self) -> _Values:
         return (
@@ -196,6 +242,19 @@ def named_groups(groups: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         f"{name!r} of parameter group {i}": v for i, group in enumerate(groups) for name, v in group.items()
     }
+
+
+def _reading(hook: Any, callback: Any) -> Any:
+    """`hook`, of rank 0 alone, which may read values and return none."""
+
+    @wraps(hook)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        found = hook(*args, **kwargs)
+        if found is not None and found is not args[-1]:
+            raise _only_here(callback, f"what a {type(args[0]).__name__} returns, by a hook")
+        return found
+
+    return checked
 
 
 def _only_here(callback: Any, changed: str) -> UserError:

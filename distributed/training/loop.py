@@ -384,10 +384,21 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
     def _share_settings(self) -> None:
         """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
         settings = self.backend.settings()
+        if settings is not None:
+            settings.holders = [
+                (name, value) for name, value in self._holders() if hasattr(value, "__dict__")
+            ]
         self.callbacks.guard(settings)
         if settings is not None and self.world.size > 1:
             self.records.compare(settings)
             settings.check_equal(self.backend)
+
+    def _holders(self) -> Iterator[tuple[str, Any]]:
+        """Objects of the script whose attributes decide how ranks train, with their names in words."""
+        yield "the loss", self.task.loss_fn
+        yield "training_step", self.task.training_step
+        for name, source in (("training", self.task.train_data), *self.task.val_data.items()):
+            yield f"the {name or 'validation'} data", getattr(source, "dataset", None)
 
     def _continue_fit(self, left: Mapping[str, Any]) -> None:
         """Continue from what an earlier `fit` in this process left."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
-from torch import nn
+from torch.utils.data import TensorDataset
 
 from distributed import Callback
 from distributed.errors import UserError, WorkerError
@@ -126,6 +127,112 @@ def test_the_remedy_trains_as_one_process(
 ) -> None:
     found = train(rank_pool, WritesEverywhere(change), backend, ranks, fields)
     assert distance(found, plain(change)) < 1e-12
+
+
+class Scaled(nn.MSELoss):
+    """A loss with an attribute, and data with one: what a callback may change for one rank alone."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.factor * super().forward(output, target)
+
+
+class Growing(TensorDataset):
+    level = 0
+
+    def __init__(self, *tensors: Tensor) -> None:
+        super().__init__(*tensors)
+        self.level = 0
+
+
+def zero_moments(context: Context) -> None:
+    for state in context.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def clear_moments(context: Context) -> None:
+    context.optimizer.state.clear()
+
+
+def set_slope(context: Context) -> None:
+    context.model[2].negative_slope = 0.5
+
+
+def swap_module(context: Context) -> None:
+    context.model[2] = nn.Tanh()
+
+
+def scale_output(context: Context) -> None:
+    context.model[2].register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+class ChangesMore(Callback):
+    """Changes something else than weights on rank 0: objects of its own, or what the context shows."""
+
+    def __init__(self, change: Any, loss: Scaled, data: Growing) -> None:
+        self.change, self.loss, self.data = change, loss, data
+
+    def on_step_end(self, context: Context) -> None:
+        if context.progress.step == 2:
+            self.change(context) if callable(self.change) else setattr(*self.changed())
+
+    def changed(self) -> tuple[Any, str, Any]:
+        return (self.loss, "factor", 2.0) if self.change == "loss" else (self.data, "level", 1)
+
+
+OTHERS = {
+    zero_moments: "the values of 'exp_avg of parameter 0",
+    clear_moments: "the values of '.* of parameter . in the optimizer",
+    set_slope: "'negative_slope' of module '2' from 0.01 to 0.5",
+    swap_module: "the parts of the model",
+    scale_output: "what a LeakyReLU returns, by a hook",
+    "loss": "'factor' of the loss from 1.0 to 2.0",
+    "data": "'level' of the training data from 0 to 1",
+}
+
+
+def train_with(
+    callback: Callback, loss: Any, data: Any, pool: RankPool, backend: str, ranks: int, fields: Any
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Identity(), nn.LeakyReLU(), nn.Linear(8, 1)).double()
+    make_trainer(
+        model, ranks, pool, backend=backend, callbacks=[callback], loss_fn=loss, optimizer="adamw",
+        global_batch_size=12, data={"shuffle": False}, **fields,
+    ).fit(data, max_steps=4)  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED, ids=names(SHARED))
+@pytest.mark.parametrize("change", OTHERS, ids=lambda change: getattr(change, "__name__", change))
+def test_other_changes_on_rank_zero_are_refused(
+    change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
+) -> None:
+    loss, data = Scaled(), Growing(X, Y)
+    with pytest.raises(UserError, match=rf"runs on rank 0 only and changed {OTHERS[change]}"):
+        train_with(ChangesMore(change, loss, data), loss, data, rank_pool, backend, ranks, fields)
+
+
+class Watches(Callback):
+    """Collects outputs by a hook, and keeps notes in objects that nothing trains by."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_run_start(self, context: Context) -> None:
+        context.model[2].register_forward_hook(
+            lambda module, args, output: self.seen.append(float(output.sum()))
+        )
+
+
+def test_a_hook_that_reads_is_not_refused(rank_pool: RankPool) -> None:
+    callback = Watches()
+    train_with(callback, Scaled(), Growing(X, Y), rank_pool, "pytorch-ddp", 2, {})
+    assert len(callback.seen) == 4
 
 
 def jitter(model: nn.Module) -> None:
