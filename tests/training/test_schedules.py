@@ -325,9 +325,7 @@ def of_the_script(optimizer: Optimizer) -> Any:
 @pytest.mark.parametrize(
     "make", [rising, from_zero, to_the_end, of_the_script, one_cycle, cosine_of_transformers]
 )
-def test_steps_counted_by_epochs(
-    make: Callable[[Optimizer], Any], place: Place, rank_pool: RankPool
-) -> None:
+def test_steps_counted_by_epochs(make: Callable[[Optimizer], Any], place: Place, rank_pool: RankPool) -> None:
     with pytest.raises(UserError, match="Set scheduler_interval=step, or scheduler_interval=epoch") as caught:
         trainer_of(new_model(), make, place, rank_pool, epochs=3).fit((X, Y))
     assert caught.value.field == "scheduler_interval"
