@@ -350,8 +350,8 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
             return Extent(self.config.max_steps, begun=begun, is_cut=is_cut)
         per_epoch, batches = self.steps_per_epoch, None
         epochs = -(-self.total_steps // per_epoch) if per_epoch else None
-        if epochs and self.planned_samples and not is_cut:
-            size = self.task.train_data.batch_size or self.plan.batch.batch_size
+        size = self.task.train_data.batch_size or self.config.batch_size
+        if epochs and self.planned_samples and isinstance(size, int) and not is_cut:
             batches = epochs * -(-self.planned_samples // size)
         return Extent(self.total_steps, epochs, batches, begun, is_cut, bool(self.validator.feeds))
 

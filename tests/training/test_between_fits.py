@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +18,9 @@ from distributed.interfaces.callback import Context
 from distributed.launch import caller_objects
 from distributed.system.host_memory import Room
 from distributed.testing.rank_pool import RankPool
-from tests.support import commands
-from tests.support.forking_python import PRELOAD
-from tests.support.ports import free_port
+from tests.support.torchrun import under_torchrun
 from tests.support.training import make_trainer
 
-ROOT = Path(__file__).parents[2]
 NUM, SIZE, EXACT = 24, 6, 1e-12
 X = torch.randn(NUM, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 Y = X.sum(1, keepdim=True).sin()
@@ -209,21 +203,9 @@ def test_another_optimizer_may_be_assigned(
 def test_changes_on_joined_ranks_are_trained(
     backend: str, fields: dict[str, Any], preload: str, forking_python: Path
 ) -> None:
-    module = "tests.training.between_fits_joined"
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
-    (running,) = commands.finish(
-        [
-            commands.start(
-                [sys.executable, *torchrun, "-m", module, backend, json.dumps(fields)],
-                env={**os.environ, "PYTHON_EXEC": str(forking_python), PRELOAD: preload},
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-            )
-        ],
-        timeout=300,
-    )
-    distances = json.loads(running[0].splitlines()[-1])
+    words = ("tests.training.between_fits_joined", backend, json.dumps(fields))
+    output, _ = under_torchrun(forking_python, *words, preload=preload)
+    distances = json.loads(output.splitlines()[-1])
     assert max(distances.values()) < EXACT, distances
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +12,7 @@ import pytest
 from distributed.interfaces.launcher import Launcher, RankCommand
 from distributed.interfaces.plan import RunPlan
 from distributed.testing.rank_pool import RankPool
-from tests.support import commands
-from tests.support.forking_python import PRELOAD
-from tests.support.ports import free_port
+from tests.support.torchrun import under_torchrun
 from tests.training.objects_table import measure
 
 ROOT = Path(__file__).parents[2]
@@ -56,14 +51,6 @@ def test_on_started_ranks(rank_pool: RankPool) -> None:
 
 @pytest.mark.starts_processes
 def test_on_joined_ranks(forking_python: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port", str(free_port())]
-    running = commands.start(
-        [sys.executable, *torchrun, "-m", "tests.training.objects_table"],
-        env={**os.environ, "PYTHON_EXEC": str(forking_python), PRELOAD: "torch"},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    ((output, _),) = commands.finish([running], timeout=300)
+    output, _ = under_torchrun(forking_python, "tests.training.objects_table")
     expected = {row: [taken, own, after] for row, (taken, _, own, after) in table().items()}
     assert json.loads(output.splitlines()[-1]) == expected

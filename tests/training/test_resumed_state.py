@@ -100,9 +100,16 @@ def test_an_optimizer_of_another_kind_takes_over_the_state(
     assert distance(model, oracle) < EXACT
 
 
+@everywhere
 @pytest.mark.parametrize("wins", ["saved", "given"])
 def test_which_hyperparameters_win_is_said(
-    wins: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    wins: str,
+    backend: str,
+    ranks: int,
+    fields: dict[str, Any],
+    rank_pool: RankPool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture | None,
 ) -> None:
     def optimizer(rate: float, beta: float) -> Callable[[nn.Module], Optimizer]:
         return lambda model: Adam(model.parameters(), rate, betas=(beta, 0.99))
@@ -112,15 +119,17 @@ def test_which_hyperparameters_win_is_said(
     if wins == "given":
         plain.param_groups[0].update(lr=0.02, betas=(0.5, 0.99))
     train(oracle, plain, first=5)
-    options = {"checkpoint": {"hyperparameters": wins}, "backend": "serial"}
-    fit(new_model(), None, 1, tmp_path, 5, optimizer=optimizer(0.05, 0.8), **options)
+    options = {"checkpoint": {"hyperparameters": wins}, "backend": backend, **fields}
+    fit(new_model(), rank_pool, ranks, tmp_path, 5, optimizer=optimizer(0.05, 0.8), **options)
     model = new_model()
-    with caplog.at_level(logging.INFO):
-        fit(model, None, 1, tmp_path, optimizer=optimizer(0.02, 0.5), **options)
-    said = ", in place of" if wins == "given" else " has no effect: the run continues with"
-    assert f"lr=0.02{said}" in caplog.text
-    assert f"betas=(0.5, 0.99){said}" in caplog.text
-    assert "weight_decay" not in caplog.text
+    if caplog is not None:
+        caplog.set_level(logging.INFO)
+    fit(model, rank_pool, ranks, tmp_path, optimizer=optimizer(0.02, 0.5), **options)
+    if caplog is not None:
+        said = ", in place of" if wins == "given" else " has no effect: the run continues with"
+        assert f"lr=0.02{said}" in caplog.text
+        assert f"betas=(0.5, 0.99){said}" in caplog.text
+        assert "weight_decay" not in caplog.text
     assert distance(model, oracle) < EXACT
 
 
@@ -336,13 +345,14 @@ def carried(kind: str = "buffer") -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["buffer", "not persistent"])
-def test_carried_state_is_resumed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["serial"])
+def test_carried_state_is_resumed(kind: str, backend: str, tmp_path: Path) -> None:
     """A validation in between leaves it alone."""
     oracle = carried(kind)
     train(oracle, SGD(oracle.parameters(), 0.2))
     for steps in (4, 9, STEPS):
         model = carried(kind)
-        options = {"backend": "serial", "optimizer": "sgd", "learning_rate": 0.2, "val": (X, Y)}
+        options = {"backend": backend, "optimizer": "sgd", "learning_rate": 0.2, "val": (X, Y)}
         fit(model, None, 1, tmp_path, steps, **options)
     assert distance(model, oracle) < EXACT
     assert torch.equal(model.state, oracle.state)
