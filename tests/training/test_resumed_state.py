@@ -125,7 +125,7 @@ def test_which_hyperparameters_win_is_said(
     if caplog is not None:
         caplog.set_level(logging.INFO)
     fit(model, rank_pool, ranks, tmp_path, optimizer=optimizer(0.02, 0.5), **options)
-    if caplog is not None:
+    if caplog is not None and backend == "serial":  # started ranks report in processes of their own
         said = ", in place of" if wins == "given" else " has no effect: the run continues with"
         assert f"lr=0.02{said}" in caplog.text
         assert f"betas=(0.5, 0.99){said}" in caplog.text
