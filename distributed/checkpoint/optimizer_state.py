@@ -154,6 +154,20 @@ def parameter_slots(
             scalars.setdefault(name, {})[slot] = value.item() if isinstance(value, Tensor) else _copied(value)
 
 
+def add_groups(
+    reader: StateReader, optimizer: Any, names: Mapping[int, str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Add the groups that the saved run has added to its optimizer: those of `tensors`, by name in the
+    checkpoint, that `optimizer` does not hold. Nothing is added to an optimizer with other groups."""
+    own = [{names.get(id(p), "") for p in group["params"]} for group in _all_groups(optimizer)]
+    saved = [(group, _owners(group, reader)) for group in reader.groups]
+    if len(parts_of(optimizer)) > 1 or not all(any(group == found for _, found in saved) for group in own):
+        return
+    for group, found in saved:
+        if found and found <= tensors.keys() and not any(found & held for held in own):
+            optimizer.add_param_group({"params": [tensors[name] for name in group[NAMES]]})
+
+
 def check_groups(reader: StateReader, optimizer: Optimizer, names: Mapping[int, str]) -> Groups:
     """Match the optimizer's groups with the saved ones by their parameters' names.
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from distributed.checkpoint.codec import decode_json, encode
 from distributed.checkpoint.dtensor import is_sharded, local_part, own_copies, own_shares, read_part
 from distributed.checkpoint.optimizer_state import (
+    add_groups,
     check_groups,
     export_groups,
     import_optimizer,
@@ -223,6 +224,8 @@ def import_replicated(
         stored |= {name: name for name in tensors.keys() - saved.keys()}
         names, starts = _optimizer_names(tensors, pieces or {})
         names = {number: stored[name] for number, name in names.items()}
+        if not pieces:
+            add_groups(reader, optimizer, names, {stored[name]: tensors[name] for name in tensors})
         pairs = check_groups(reader, optimizer, names)
         dtypes = fill_model(reader, model, here, stored, held, parts)
         import_optimizer(reader, optimizer, names, pairs, dtypes, {stored[n]: s for n, s in starts.items()})
