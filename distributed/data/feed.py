@@ -248,12 +248,12 @@ class Feed:
             if own.get(name) == saved.get(name, own.get(name)):
                 continue
             raise UserError(
-                "the checkpoint was saved within an epoch whose order depends on this, so that some samples"
-                " would be missed and others repeated",
+                "the epoch under way was begun in another order, so that some samples would be missed and others"
+                " repeated",
                 field=field,
                 got=f"{'order' if name == 'name' else name.replace('_', ' ')} {own[name]}",
-                allowed=f"{saved[name]}, as in the run that saved it",
-                remedy="Resume with the same order, seed and data, or from the end of an epoch",
+                allowed=f"{saved[name]}, as where it was begun",
+                remedy="Continue with the same order, seed and data, or from the end of an epoch",
             )
 
     def rewind(self) -> None:

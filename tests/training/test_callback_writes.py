@@ -44,6 +44,11 @@ def clamp_in_place(model: nn.Module) -> None:
             parameter.clamp_(-0.2, 0.2)
 
 
+def assign(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clamp(-0.2, 0.2)
+
+
 def negate_one(model: nn.Module) -> None:
     """Changes no norm, and a single value where ranks hold a part."""
     for parameter in model.parameters():
@@ -110,7 +115,7 @@ def distance(found: Any, expected: Any) -> float:
 
 
 @pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED, ids=names(SHARED))
-@pytest.mark.parametrize("change", [clamp, clamp_in_place, negate_one, reset_statistics])
+@pytest.mark.parametrize("change", [clamp, clamp_in_place, assign, negate_one, reset_statistics])
 def test_a_change_on_rank_zero_is_refused(
     change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
 ) -> None:
@@ -121,7 +126,7 @@ def test_a_change_on_rank_zero_is_refused(
 
 
 @pytest.mark.parametrize(("backend", "ranks", "fields"), SHARED, ids=names(SHARED))
-@pytest.mark.parametrize("change", [clamp, clamp_in_place, reset_statistics])
+@pytest.mark.parametrize("change", [clamp, clamp_in_place, assign, reset_statistics])
 def test_the_remedy_trains_as_one_process(
     change: Any, backend: str, ranks: int, fields: dict[str, Any], rank_pool: RankPool
 ) -> None:

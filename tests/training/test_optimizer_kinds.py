@@ -197,6 +197,30 @@ class LossSized(SGD):
         return loss
 
 
+class MovesFirst(Optimizer):
+    """Uses the gradient that is there, moves the weights, computes another one, and assigns the weights that it
+    has kept (github.com/davda54/sam)."""
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = SGD(self.param_groups, 0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "it needs a closure"
+        held = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.norm(torch.stack([p.grad.norm() for p in held]))
+        for p in held:
+            self.state[p]["kept"] = p.data.clone()
+            p.add_(p.grad, alpha=0.05 / float(norm))
+        self.zero_grad()
+        torch.enable_grad()(closure)()
+        for p in held:
+            p.data = self.state[p]["kept"]
+        self.base.step()
+
+
 def lbfgs(parameters: Any) -> torch.optim.LBFGS:
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
@@ -224,7 +248,9 @@ class Of:
 
 
 @on(*PLAIN, ACCUMULATING, ("horovod", 2, {}))
-@pytest.mark.parametrize("make", [aware, needing, loss_sized, lbfgs], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [aware, needing, loss_sized, MovesFirst, lbfgs], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_step_by_a_closure(
     make: Callable[[Any], Optimizer], clip: float | None, place: Place, rank_pool: RankPool

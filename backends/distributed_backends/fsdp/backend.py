@@ -200,6 +200,7 @@ class FSDPBackend(MeshBackend):
     def through(self, kind: str, function: Callable[[], Any]) -> Any:
         if self._sharded is None or self._order is None:
             return function()
+        self._sharded.take_assigned()
         with self._order.checked(kind):
             found = self._sharded.root(function)
         written = self._sharded.written() if torch.is_grad_enabled() else None

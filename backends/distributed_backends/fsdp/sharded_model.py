@@ -22,6 +22,7 @@ from distributed.errors import UserError
 from distributed.interfaces.placement import World
 from distributed.parallel.deferred_build import fill_from_rank_zero, tensors_of
 from distributed.parallel.original_model import OriginalModel
+from distributed_backends.fsdp.assigned_data import AssignedData, follow_data
 from distributed_backends.fsdp.section import FSDPSection
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -114,11 +115,21 @@ class ShardedModel:
         self._used = [False] * len(self.parameters)
         self._fill_gradients()
         self._before.let_go()
+        follow_data()
+        self._num_assigned = AssignedData.count
 
     def reshard(self) -> None:
         """Free what a forward without backward left gathered: the model holds DTensors again."""
         for unit in self.units:
             unit.reshard()
+
+    def take_assigned(self) -> None:
+        """Let torch gather what was assigned to ``.data`` of parameters since the last call."""
+        if self._num_assigned != AssignedData.count:
+            self._num_assigned = AssignedData.count
+            self.reshard()
+            for part in self._gathered():
+                part.reset_sharded_param()
 
     def gather(self, number: int) -> None:
         """Gather the parameters of one of `units` with the other ranks, as in a forward pass of it."""

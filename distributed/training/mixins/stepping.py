@@ -88,11 +88,11 @@ class SteppingMixin(PrecisionMixin):
         Args:
             settle: finishes the gradients of a window that was run.
         """
-        if self._by_closure is not None:
-            return (
-                self._step_by_closure(settle, None) if self._by_closure else self.scaled_step(self.optimizer)
-            )
+        if self._by_closure is False:
+            return self.scaled_step(self.optimizer)
         before = self._marks()
+        if self._by_closure:
+            return self._step_by_closure(settle, before)
         try:
             skipped = self.scaled_step(self.optimizer)
         except Exception as error:
@@ -105,18 +105,18 @@ class SteppingMixin(PrecisionMixin):
         self._by_closure = True
         return self._step_by_closure(settle, before)
 
-    def _step_by_closure(self, settle: Callable[[], Any], before: list[float] | None) -> bool:
+    def _step_by_closure(self, settle: Callable[[], Any], before: list[float]) -> bool:
         computed = [self._window_loss]
 
         def closure() -> Tensor:
+            if computed and self._marks() != before:
+                computed.clear()  # the optimizer has used the first gradient, and moved the weights
             if not computed:
                 with torch.enable_grad():
                     self.clear_gradients()
                     assert self._window is not None
                     computed.append(self.run_window(self._window))
                     settle()
-            elif before is not None and self._marks() != before:
-                raise self._no_closure("it moves the weights before it computes the first gradient")
             total, count = self.all_reduce([float(value) for value in computed.pop()])
             return torch.tensor(total / count if count else total, dtype=torch.float64)
 
