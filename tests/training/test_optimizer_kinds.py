@@ -61,8 +61,7 @@ def train_epoch(model: nn.Module, optimizer: Any, clip: float | None = None, clo
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             return loss
 
-        if not closure:
-            gradient()
+        gradient()
         optimizer.step(*([gradient] if closure else []))
 
 
@@ -198,8 +197,8 @@ class LossSized(SGD):
 
 
 class MovesFirst(Optimizer):
-    """Uses the gradient that is there, moves the weights, computes another one, and assigns the weights that it
-    has kept (github.com/davda54/sam)."""
+    """Uses the gradient that is there, moves the weights, computes another one, and assigns the weights that
+    it has kept (github.com/davda54/sam)."""
 
     def __init__(self, params: Any, rho: float = 0.05) -> None:
         super().__init__(params, {"rho": rho})
@@ -221,6 +220,10 @@ class MovesFirst(Optimizer):
         self.base.step()
 
 
+def moving(parameters: Any) -> Optimizer:
+    return MovesFirst(parameters)
+
+
 def lbfgs(parameters: Any) -> torch.optim.LBFGS:
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3, line_search_fn="strong_wolfe")
 
@@ -237,6 +240,9 @@ def loss_sized(parameters: Any) -> Optimizer:
     return LossSized(parameters, lr=0.1)
 
 
+CLOSURES = [aware, needing, loss_sized, moving, lbfgs]
+
+
 class Of:
     """A function from the model to an optimizer."""
 
@@ -248,9 +254,7 @@ class Of:
 
 
 @on(*PLAIN, ACCUMULATING, ("horovod", 2, {}))
-@pytest.mark.parametrize(
-    "make", [aware, needing, loss_sized, MovesFirst, lbfgs], ids=lambda make: make.__name__
-)
+@pytest.mark.parametrize("make", CLOSURES, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_step_by_a_closure(
     make: Callable[[Any], Optimizer], clip: float | None, place: Place, rank_pool: RankPool
@@ -271,20 +275,6 @@ def test_a_closure_that_cannot_be(make: Callable[[Any], Optimizer], rank_pool: R
         with pytest.raises(UserError, match=r"several times in a step by a closure"):
             fit(new_model(), place, rank_pool, Of(make), **given)
     fit(new_model(), PLAIN[1], rank_pool, Of(make))
-
-
-class MovesFirst(SGD):
-    def step(self, closure: Any = None) -> Any:
-        assert closure is not None
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.mul_(0.5)
-        return super().step(closure)
-
-
-def test_weights_that_move_before_the_first_gradient() -> None:
-    with pytest.raises(UserError, match="moves the weights before"):
-        fit(new_model(), PLAIN[0], None, Of(lambda parameters: MovesFirst(parameters, lr=0.1)))
 
 
 class Broken(SGD):
