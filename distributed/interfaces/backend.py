@@ -90,12 +90,9 @@ class SharedSettings(ABC):
 
     Attributes:
         is_written: a callback on all ranks may have changed weights, so that replicas have to be compared.
-        holders: (name in words, object) of objects of the script that a callback on rank 0 alone may not
-            change.
     """
 
     is_written = False
-    holders: Sequence[tuple[str, Any]] = ()
 
     @property
     def is_known(self) -> bool:
@@ -113,6 +110,9 @@ class SharedSettings(ABC):
         Raises:
             UserError: they differ; names the first difference.
         """
+
+    def watch(self, holders: Sequence[tuple[str, Any]]) -> None:  # noqa: B027 - optional
+        """Let `unchanged_by` compare attributes of `holders`, too: (name in words, object)."""
 
     @abstractmethod
     def unchanged_by(self, callback: Any) -> AbstractContextManager[None]:

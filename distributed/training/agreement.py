@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from operator import attrgetter
@@ -83,13 +83,10 @@ class WatchedSettings(SharedSettings):
 
     Args:
         backend: has placed the model.
-
-    Attributes:
-        holders: (name in words, object) of what else a callback on rank 0 alone may not change.
     """
 
     def __init__(self, backend: WatchedBackend) -> None:
-        self.holders: list[tuple[str, Any]] = []
+        self._watched_objects: Sequence[tuple[str, Any]] = ()
         self._watched = backend
         self._replicated = backend.world.size > 1 and backend.replicated() is not None
         self._unread: tuple[Any, WeightDigests, WeightDigests] | None = None
@@ -102,9 +99,12 @@ class WatchedSettings(SharedSettings):
     def named(self, values: Any) -> dict[str, Any]:
         """Values that `read` returned, by names for a message."""
 
+    def watch(self, holders: Sequence[tuple[str, Any]]) -> None:
+        self._watched_objects = holders
+
     def attributes(self) -> dict[str, Any]:
         """Plain values that training on this rank depends on, besides those of `read`, by names."""
-        return plain_attributes(self.holders)
+        return plain_attributes(self._watched_objects)
 
     def moments(self) -> dict[str, Tensor]:
         """State of the optimizer on this rank, by names for a message."""
@@ -196,7 +196,7 @@ class Settings(WatchedSettings):
         named = [(f"module '{name}'" if name else "the model", m) for name, m in self._modules.items()]
         held = vars(self._optimizer).items()
         found = {f"'{name}' of the optimizer": v for name, v in held if isinstance(v, int | float | str)}
-        return {**plain_attributes([*named, *self.holders]), **found}
+        return {**plain_attributes([*named, *self._watched_objects]), **found}
 
     def hooks(self) -> list[tuple[dict[int, Any], int, Any]]:
         return [

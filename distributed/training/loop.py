@@ -385,9 +385,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         """Compare what must be equal on all ranks, and let callbacks and log steps check it from now on."""
         settings = self.backend.settings()
         if settings is not None:
-            settings.holders = [
-                (name, value) for name, value in self._holders() if hasattr(value, "__dict__")
-            ]
+            settings.watch([holder for holder in self._holders() if hasattr(holder[1], "__dict__")])
         self.callbacks.guard(settings)
         if settings is not None and self.world.size > 1:
             self.records.compare(settings)
