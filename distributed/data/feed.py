@@ -248,8 +248,8 @@ class Feed:
             if own.get(name) == saved.get(name, own.get(name)):
                 continue
             raise UserError(
-                "the epoch under way was begun in another order, so that some samples would be missed and others"
-                " repeated",
+                "the epoch under way was begun in another order, so that some samples would be missed and"
+                " others repeated",
                 field=field,
                 got=f"{'order' if name == 'name' else name.replace('_', ' ')} {own[name]}",
                 allowed=f"{saved[name]}, as where it was begun",
