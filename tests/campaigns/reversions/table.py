@@ -59,6 +59,10 @@ def _empty(present: Any) -> Any:
     return lambda *args, **kwargs: ""
 
 
+def _none_of(present: Any) -> Any:
+    return lambda *args, **kwargs: {}
+
+
 def _never(present: Any) -> Any:
     return lambda *args, **kwargs: False
 
@@ -118,6 +122,7 @@ def _read_all_parameters(present: Any) -> Any:
     return build
 
 
+_WRITES = "tests/training/test_callback_writes.py::"
 _FITS = "tests/training/test_between_fits.py::"
 _STREAMS = "tests/data/test_stream_checks.py::"
 _LOADERS = "tests/data/test_loader_classes.py::"
@@ -266,7 +271,17 @@ REVERSIONS = {
     "written weights": Reversion(
         "A callback on rank 0 changes weights, with which the other ranks do not train",
         "distributed.training.agreement", "WatchedSettings._read_digests", _nothing,
-        "tests/training/test_callback_writes.py::test_a_change_on_rank_zero_is_refused[clamp-pytorch-ddp-3-0]",
+        _WRITES + "test_a_change_on_rank_zero_is_refused[clamp-pytorch-ddp-3-0]",
+    ),
+    "attributes on rank 0": Reversion(
+        "A callback on rank 0 changes an attribute of the loss, with which the other ranks do not train",
+        "distributed.training.agreement", "Settings.attributes", _none_of,
+        _WRITES + "test_other_changes_on_rank_zero_are_refused[loss-pytorch-ddp-3-0]",
+    ),
+    "assigned data": Reversion(
+        "FSDP trains on with the weights to whose ``.data`` others were assigned",
+        "distributed_backends.fsdp.sharded_model", "follow_data", _nothing,
+        _WRITES + "test_the_remedy_trains_as_one_process[assign-fsdp-2-0]",
     ),
     "Keras between fits": Reversion(
         "A second fit on started ranks drops what a script has changed of a Keras model or its optimizer",
