@@ -1,152 +1,293 @@
-"""State that a model carries from one forward pass to the next: hidden states, queues, averages of weights.
+"""State that a model or its loss carries from one forward pass to the next: hidden states, queues, averages.
 
 A step of several micro-batches, or of several ranks, changes it otherwise than one micro-batch does. It is
-found by value: the loss of a batch is computed with the state before and after a forward pass.
+found by value: all that model and loss hold is compared before and after a step's forward passes, and the
+loss of a batch is computed with the state of both moments.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from random import Random
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from distributed.checkpoint.dtensor import local_part
 from distributed.checkpoint.random_state import capture_rng, restore_rng
 from distributed.errors import UserError
 from distributed.interfaces.backend import Window
+from distributed.resilience.divergence import sum_of_bits
+from distributed.system.tensors import assign_values, digest_of
 from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
 
-__all__ = ["CarriedState", "check_carried"]
+__all__ = ["CarriedState", "StateWatch"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
+_CLOSED = {"torch", "distributed", "distributed_backends", "distributed_plugins", *sys.stdlib_module_names}
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_GENERATORS = (torch.Generator, Random, np.random.RandomState, np.random.Generator)
+_LARGE, _MANY = 2**24, 10**5
+"""Bytes and elements from which on something outside a module counts as data, which nothing changes."""
+_OFTEN = 16
+"""First steps at each of which state is looked at again that the loss did not depend on."""
+_ROUNDING = 1e-3
+"""Relative difference of a repeated loss that is no rounding: of state that cannot be put back."""
 
 
-class CarriedState(Buffers):
-    """The buffers of a model, and attributes of its modules with tensors, at one moment.
+class CarriedState:
+    """All that a model and its loss hold at one moment, without weights that the optimizer changes.
 
     Args:
-        model: whose state is copied.
+        model: with its attributes, whatever containers and objects they are in.
+        loss: objects and functions that compute the loss, by name.
+        whole: hold what `put` needs of parameters and random number generators, too.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self._model = model
-        self._attributes = {
-            (f"{prefix}.{name}".lstrip("."), module, name): _shallow(value)
-            for prefix, module in model.named_modules()
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH and _is_state(value)
-        }
-        # Also what held no tensor yet, to which `put` returns.
-        self._plain = {
-            (module, name): value
-            for module in model.modules()
-            for name, value in vars(module).items()
-            if name not in _OF_TORCH
-        }
-        self._frozen = {n: (p, p._version) for n, p in model.named_parameters() if not p.requires_grad}
+    def __init__(self, model: nn.Module, loss: Mapping[str, Any], whole: bool = False) -> None:
+        self._model, self._loss, self._whole = model, loss, whole
+        self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+        self._held: dict[int, tuple[Any, Any]] = {}
+        self._buffers: set[int] = set()
+        self.values: dict[str, str] = {}
+        self.saved: set[str] = set()
+        self.fixed: set[str] = set()
+        self._walk("", model, inside=True)
+        attributes = self.values.keys() - self.saved
+        for name, part in loss.items():
+            self._walk(name, part, inside=False)
+        self.saved = self.values.keys() - attributes
+        self._statistics = Buffers(model)
 
-    def written(self) -> list[str]:
-        """Names of the frozen parameters that were written since, such as those of a momentum encoder."""
-        return [name for name, (parameter, version) in self._frozen.items() if parameter._version != version]
+    def changed(self, now: CarriedState) -> list[str]:
+        """Names of values that are others in `now`, without the statistics of norms."""
+        return [n for n in {**self.values, **now.values} if self.values.get(n) != now.values.get(n)]
 
-    def changed_attributes(self) -> list[str]:
-        """Names of the attributes that hold other tensors since."""
-        return [path for path, module, name in self._keys() if self._is_other(path, module, name)]
+    def changed_buffers(self) -> list[str]:
+        """As `Buffers.changed`."""
+        return self._statistics.changed()
 
-    def _is_other(self, path: str, module: nn.Module, name: str) -> bool:
-        before = list(_tensors(self._attributes.get((path, module, name))))
-        now = list(_tensors(vars(module).get(name)))
-        return len(before) != len(now) or any(a is not b for a, b in zip(before, now, strict=True))
-
-    def _keys(self) -> list[tuple[str, nn.Module, str]]:
-        return list(CarriedState(self._model)._attributes | self._attributes)
-
-    def put(self, buffers: Buffers) -> None:
-        """Give the model these attributes, and the state of `buffers`."""
-        for path, module, name in self._keys():
-            if (path, module, name) in self._attributes:
-                vars(module)[name] = _shallow(self._attributes[path, module, name])
-            elif (module, name) in self._plain:
-                vars(module)[name] = self._plain[module, name]
-            else:
-                vars(module).pop(name)
-        buffers.restore()
-
-    def matters(self, loss: Callable[[], float], with_buffers: bool) -> bool:
+    def matters(
+        self, loss: Callable[[], float], on_any: Callable[[bool], bool], with_buffers: bool = True
+    ) -> bool:
         """True if `loss` differs between the state of this moment and that of now, to which it returns.
 
         Args:
+            on_any: whether a flag is set on any rank.
             with_buffers: False compares with other attributes alone.
         """
-        after, generators = CarriedState(self._model), capture_rng()
-        numbers = [
-            (module, name, value)
-            for module in self._model.modules()
-            for name, value in vars(module).items()
-            if isinstance(value, int | float)
-        ]
+        after, generators = CarriedState(self._model, self._loss, whole=True), capture_rng()
 
-        def value(state: CarriedState, buffers: Buffers) -> float:
-            state.put(buffers)
+        def value(is_before: bool) -> float:
+            after.put()
+            if is_before:
+                self.put(with_buffers)
             restore_rng(generators)
             return loss()
 
         try:
-            now = value(after, after)
-            before, again = (value(self, self if with_buffers else after) for _ in range(2))
+            now, before = value(False), value(True)
+            if not on_any(now != before):
+                return False
+            noise = max(abs(value(True) - before), abs(value(False) - now))
         finally:
-            after.put(after)
-            for module, name, number in numbers:
-                vars(module)[name] = number
+            after.put()
             restore_rng(generators)
-        return abs(now - before) > 8 * max(abs(again - before), sys.float_info.epsilon * abs(before))
+        least = sys.float_info.epsilon * abs(before)
+        return abs(now - before) > 8 * max(noise, least) or noise > _ROUNDING * abs(before)
+
+    @torch.no_grad()
+    def put(self, with_buffers: bool = True) -> None:
+        """Give everything its values of this moment."""
+        for key, (value, content) in self._held.items():
+            if content is not None and (with_buffers or key not in self._buffers):
+                _put(value, content)
+
+    def _walk(self, path: str, value: Any, inside: bool, compared: bool = True) -> None:
+        """Hold `value` and all that it holds.
+
+        Args:
+            inside: a module holds it.
+            compared: its values count as state.
+        """
+        if isinstance(value, _PLAIN) or type(value).__module__ == "itertools":
+            self.values[path] = repr(value)
+            if not isinstance(value, _PLAIN):
+                self.fixed.add(path)
+            return
+        inside = inside or isinstance(value, nn.Module)
+        if id(value) in self._held or not (inside or _is_small(value)):
+            return
+        if isinstance(value, Tensor):
+            self._hold_tensor(path, value, compared)
+            return
+        self._held[id(value)] = value, self._content(value)
+        if isinstance(value, np.ndarray):
+            self.values[path] = digest_of((value.dtype, value.shape, zlib.crc32(value.tobytes())))
+        elif isinstance(value, (set, frozenset)):
+            self.values[path] = repr(sorted(map(repr, value)))
+        elif isinstance(value, nn.Module):
+            self._walk_module(path, value)
+        else:
+            for name, part in _parts(value):
+                self._walk(f"{path}.{name}".strip("."), part, inside, compared)
+
+    def _walk_module(self, path: str, module: nn.Module) -> None:
+        before, is_norm = set(self._held), isinstance(module, nn.modules.batchnorm._NormBase)
+        names = self.values.keys() | set()
+        self._held[id(module._buffers)] = module._buffers, dict(module._buffers)
+        for name, buffer in module._buffers.items():
+            self._walk(f"{path}.{name}".strip("."), buffer, True, not is_norm)
+        self._buffers |= set(self._held) - before
+        self.saved |= self.values.keys() - names
+        hooks = {**module._forward_pre_hooks, **module._forward_hooks}
+        for name, part in (*module._parameters.items(), *module._modules.items(), *hooks.items()):
+            self._walk(f"{path}.{name}".strip("."), part, True)
+        for name, part in _attributes(module).items():
+            self._walk(f"{path}.{name}".strip("."), part, True)
+
+    def _hold_tensor(self, path: str, tensor: Tensor, compared: bool) -> None:
+        is_weight, content = isinstance(tensor, nn.Parameter), None
+        if _is_readable(tensor) and (self._whole or not is_weight):
+            alias = local_part(tensor.data)
+            content = alias, alias.clone()
+        self._held[id(tensor)] = tensor, content
+        if not compared or id(tensor) in self._trained or not _is_readable(tensor):
+            return
+        if is_weight:
+            self.fixed.add(path)
+        self.values[path] = digest_of(sum_of_bits(tensor) if is_weight else local_part(tensor))
+
+    def _content(self, value: Any) -> Any:
+        """Return what `_put` needs; None for what is left alone."""
+        if isinstance(value, _GENERATORS):
+            return _random_state(value) if self._whole else None
+        if isinstance(value, np.ndarray):
+            return value.copy()
+        if isinstance(value, nn.Module):
+            return _attributes(value)
+        if isinstance(value, (list, deque, set, dict)):
+            return value.copy()
+        if isinstance(value, CellType):
+            return list(_parts(value))
+        if isinstance(value, FunctionType):
+            return _globals(value)
+        return dict(vars(value)) if _is_open(value) else None
 
 
-def check_carried(backend: Any, first: CarriedState, window: Window, several: bool) -> None:
-    """Refuse state that the first micro-batches have changed, if the loss depends on it. Collective.
+class StateWatch:
+    """Looks at the carried state of a rank at its first steps, and at ever fewer later ones.
 
     Args:
         backend: a `TorchBackend`.
-        first: the state before `window`.
-        several: whether a step has several micro-batches, on this or other ranks.
-
-    Raises:
-        UserError: the run would not carry it as one micro-batch in one process does.
+        several: a step has several micro-batches, on this or other ranks.
     """
-    buffers, attributes = first.changed(), first.changed_attributes()
-    # Ranks that train on their own meet at other steps.
-    on_any = (lambda values: values) if backend.reads_own_parameters else backend.all_reduce
-    if backend.config.chooses_batch:
-        refuse_changes(buffers)
-    exact = backend.config.carried_state == "exact" and backend.world.model_parallel_size == 1
-    if exact and len(window.micro_batches) > 1 and first.written():
-        _refuse(first.written(), several)
-    found = attributes + buffers if several else attributes
-    if exact and on_any([float(len(found))])[0]:
+
+    def __init__(self, backend: Any, several: bool) -> None:
+        config = backend.config
+        self._backend, self._several = backend, several
+        self.is_on = config.chooses_batch or several or config.checkpoint_dir is not None
+        self._step, self._next, self._num_samples = 0, 1, 0
+
+    def state(self, whole: bool = False) -> CarriedState:
+        """The state now."""
+        return CarriedState(self._backend.module, self._backend.objective.functions, whole)
+
+    def before(self, window: Window) -> CarriedState | None:
+        """The state before the forward passes of `window`, if it is to be looked at."""
+        if not self.is_on:
+            return None
+        self._step += 1
+        # A last window may have no sample for some rank.
+        is_due = self._step >= self._next and window.num_samples >= self._num_samples
+        return self.state() if is_due else None
+
+    def check(self, first: CarriedState, window: Window) -> None:
+        """Refuse state that the forward passes have changed since `first`, if the loss depends on it.
+        Collective.
+
+        Raises:
+            UserError: the run would not carry it as one micro-batch in one process does.
+        """
+        config, step = self._backend.config, self._step
+        buffers = first.changed_buffers()
+        if config.chooses_batch:
+            refuse_changes(buffers)
+        exact = config.carried_state == "exact" and self._backend.world.model_parallel_size == 1
+        is_found = exact and self._is_found(first, window)
+        if self._several and step == 1 and self._backend.world.rank == 0:
+            warn_of_changes(buffers)
+        self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
+        self._num_samples = max(self._num_samples, window.num_samples)
+
+    def _is_found(self, first: CarriedState, window: Window) -> bool:
+        """True if there is state that changes, on which the loss does not depend so far."""
+        now = self.state()
+        found = first.changed(now)
+        if not self._several:  # the rest is saved, or no part of the model
+            found = [name for name in found if name not in first.saved | now.saved | now.fixed]
+        if not self._on_any(bool(found)):
+            return False
+        if self._several and len(window.micro_batches) == 1 and self._is_equal(found, now):
+            return True
+        is_fixed = not (first.fixed | now.fixed).isdisjoint(found)
+        if self._on_any(is_fixed) or first.matters(self._loss_of(window), self._on_any, self._several):
+            matters = True
+        else:
+            matters = False
+        if self._on_any(matters):
+            _refuse(found or ["on another rank"], self._several)
+        return True
+
+    def _is_equal(self, found: list[str], now: CarriedState) -> bool:
+        """True if what has changed is the same on all ranks, and depends on no samples."""
+        if self._backend.reads_own_parameters:
+            return False  # ranks that train on their own meet at other steps
+        own = digest_of([(name, now.values.get(name)) for name in found])
+        return not self._on_any(own != self._backend.broadcast_object(own))
+
+    def _on_any(self, flag: bool) -> bool:
+        if self._backend.reads_own_parameters:
+            return flag
+        return bool(self._backend.all_reduce([float(flag)])[0])
+
+    def _loss_of(self, window: Window) -> Callable[[], float]:
+        """Return what computes the loss of the first micro-batch of `window`."""
+        backend = self._backend
         batch, num_samples = window.micro_batches[0]
         on_device = backend.to_device(batch)
 
-        def loss() -> float:
-            with torch.no_grad(), backend.autocast():
+        def forward() -> float:
+            try:
+                with torch.no_grad(), backend.autocast():
+                    return float(backend.objective(backend.module, on_device, num_samples)[0])
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+            with backend.autocast():
                 return float(backend.objective(backend.module, on_device, num_samples)[0])
 
-        matters = first.matters(lambda: float(backend.through("carried state", loss)), several)
-        backend.free_gathered()  # no backward pass follows, which would
-        if on_any([float(matters)])[0]:
-            _refuse(found or ["on another rank"], several)
-    if several and backend.world.rank == 0:
-        warn_of_changes(buffers)
+        def loss() -> float:
+            value = float(backend.through("carried state", forward))
+            backend.free_gathered()  # no backward pass follows, which would
+            return value
+
+        return loss
 
 
 def _refuse(names: list[str], several: bool) -> NoReturn:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     where = "a step has several micro-batches" if several else "checkpoints leave attributes out"
     raise UserError(
-        f"the model carries state from one forward pass to the next ('{names[0]}'{more}), on which its loss"
-        f" depends, and {where}",
+        f"the model or its loss carries state from one forward pass to the next ('{names[0]}'{more}), on"
+        f" which the loss depends, and {where}",
         field="carried_state",
         got="exact",
         allowed="exact for buffers, on one rank without gradient accumulation; per_rank",
@@ -158,18 +299,123 @@ def _refuse(names: list[str], several: bool) -> NoReturn:
     )
 
 
-def _is_state(value: Any) -> bool:
-    found = list(_tensors(value))
-    return bool(found) and not any(isinstance(tensor, nn.Parameter) for tensor in found)
+def _is_readable(tensor: Tensor) -> bool:
+    usual = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return usual and not tensor.is_inference() and not isinstance(tensor, FakeTensor)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _is_small(value: Any) -> bool:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return isinstance(value, nn.Parameter) or value.nbytes < _LARGE
+    return not isinstance(value, Collection) or isinstance(value, nn.Module) or _length(value) < _MANY
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (list, tuple, deque, set, frozenset, dict)) else 0
+
+
+def _is_open(value: Any) -> bool:
+    """True for an object of a class that a script or another library has written."""
+    if isinstance(value, (type, ModuleType)) or not hasattr(value, "__dict__"):
+        return False
+    return type(value).__module__.partition(".")[0] not in _CLOSED
+
+
+def _is_written(value: Any) -> bool:
+    return isinstance(value, FunctionType) and (value.__module__ or "").partition(".")[0] not in _CLOSED
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(name, part) of what `value` holds."""
+    if isinstance(value, dict):
+        yield from list(value.items())
+    elif isinstance(value, (list, tuple, deque)):
+        yield from enumerate(list(value))
+    elif isinstance(value, CellType):
+        try:
+            yield "", value.cell_contents
+        except ValueError:  # empty until it is assigned
+            return
+    elif isinstance(value, MethodType):
+        yield from (("", value.__self__), ("", value.__func__))
+    elif type(value).__module__ == "functools" and hasattr(value, "func"):
+        yield from (("", value.func), ("", value.args), ("", value.keywords))
+    elif isinstance(value, FunctionType):
+        if _is_written(value):
+            yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+            yield from ((n, p) for n, p in _globals(value).items() if not callable(p) or _is_own(p, value))
+    if _is_open(value):
+        yield from list(vars(value).items())
+
+
+def _is_own(part: Any, function: FunctionType) -> bool:
+    return not isinstance(part, FunctionType) or part.__globals__ is function.__globals__
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """Globals that a function of a script names."""
+    if not _is_written(function):
+        return {}
+    known = function.__globals__
+    return {n: known[n] for n in _names(function.__code__) if n in known and not isinstance(known[n], type)}
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _random_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, Random) else generator.get_state()
+
+
+def _put(value: Any, content: Any) -> None:
+    """Let `value` hold `content` of `CarriedState`."""
     if isinstance(value, Tensor):
-        yield value
-    elif type(value) in (list, tuple, dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+        _put_tensor(value, *content)
+    elif isinstance(value, np.ndarray):
+        value[...] = content
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = content
+    elif isinstance(value, _GENERATORS):
+        value.setstate(content) if isinstance(value, Random) else value.set_state(content)
+    elif isinstance(value, CellType):
+        for _, part in content:
+            value.cell_contents = part
+    elif isinstance(value, FunctionType):
+        _fill(value.__globals__, content, value.__globals__.keys())
+    elif isinstance(value, dict):
+        _fill(value, content, ())
+    elif isinstance(value, (list, deque, set)):
+        if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
+            value.clear()
+            value.update(content) if isinstance(value, set) else value.extend(content)
+    else:
+        _fill(vars(value), content, _OF_TORCH if isinstance(value, nn.Module) else ())
 
 
-def _shallow(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict) else value
+def _put_tensor(tensor: Tensor, alias: Tensor, values: Tensor) -> None:
+    own = local_part(tensor.data)
+    if isinstance(tensor, nn.Parameter):
+        if own.shape != values.shape:
+            return  # gathered, or not: its engine knows
+    elif own.shape != values.shape or own.data_ptr() != alias.data_ptr():
+        tensor.data = own = alias
+    if not torch.equal(own, values):
+        assign_values(own, values)
+
+
+def _fill(own: Any, content: Mapping[str, Any], kept: Collection[str]) -> None:
+    for name in [name for name in own if name not in content and name not in kept]:
+        del own[name]
+    for name, part in content.items():
+        if own.get(name, _fill) is not part:
+            own[name] = part
