@@ -54,16 +54,15 @@ class CarriedState:
     def __init__(self, model: nn.Module, loss: Mapping[str, Any], whole: bool = False) -> None:
         self._model, self._loss, self._whole = model, loss, whole
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        self._held: dict[int, tuple[Any, Any]] = {}
-        self._buffers: set[int] = set()
+        self._held: dict[int, tuple[str, Any, Any]] = {}
         self.values: dict[str, str] = {}
         self.saved: set[str] = set()
         self.fixed: set[str] = set()
         self._walk("", model, inside=True)
-        attributes = self.values.keys() - self.saved
+        attributes = set(self.values)
         for name, part in loss.items():
             self._walk(name, part, inside=False)
-        self.saved = self.values.keys() - attributes
+        self.saved |= self.values.keys() - attributes
         self._statistics = Buffers(model)
 
     def changed(self, now: CarriedState) -> list[str]:
@@ -75,20 +74,20 @@ class CarriedState:
         return self._statistics.changed()
 
     def matters(
-        self, loss: Callable[[], float], on_any: Callable[[bool], bool], with_buffers: bool = True
+        self, names: Collection[str], loss: Callable[[], float], on_any: Callable[[bool], bool]
     ) -> bool:
-        """True if `loss` differs between the state of this moment and that of now, to which it returns.
+        """True if `loss` differs between the values `names` of this moment and those of now, to which all
+        returns.
 
         Args:
             on_any: whether a flag is set on any rank.
-            with_buffers: False compares with other attributes alone.
         """
         after, generators = CarriedState(self._model, self._loss, whole=True), capture_rng()
 
         def value(is_before: bool) -> float:
             after.put()
             if is_before:
-                self.put(with_buffers)
+                self.put(names)
             restore_rng(generators)
             return loss()
 
@@ -104,11 +103,12 @@ class CarriedState:
         return abs(now - before) > 8 * max(noise, least) or noise > _ROUNDING * abs(before)
 
     @torch.no_grad()
-    def put(self, with_buffers: bool = True) -> None:
-        """Give everything its values of this moment."""
-        for key, (value, content) in self._held.items():
-            if content is not None and (with_buffers or key not in self._buffers):
-                _put(value, content)
+    def put(self, names: Collection[str] | None = None) -> None:
+        """Give everything, or what `names` names, its values of this moment."""
+        around = None if names is None else {part for name in names for part in _prefixes(name)}
+        for path, value, content in self._held.values():
+            if content is not None and (around is None or path in around):
+                _put(value, content, lambda name, path=path: around is None or _join(path, name) in around)
 
     def _walk(self, path: str, value: Any, inside: bool, compared: bool = True) -> None:
         """Hold `value` and all that it holds.
@@ -128,7 +128,7 @@ class CarriedState:
         if isinstance(value, Tensor):
             self._hold_tensor(path, value, compared)
             return
-        self._held[id(value)] = value, self._content(value)
+        self._held[id(value)] = path, value, self._content(value)
         if isinstance(value, np.ndarray):
             self.values[path] = digest_of((value.dtype, value.shape, zlib.crc32(value.tobytes())))
         elif isinstance(value, (set, frozenset)):
@@ -137,28 +137,26 @@ class CarriedState:
             self._walk_module(path, value)
         else:
             for name, part in _parts(value):
-                self._walk(f"{path}.{name}".strip("."), part, inside, compared)
+                self._walk(_join(path, name), part, inside, compared)
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
-        before, is_norm = set(self._held), isinstance(module, nn.modules.batchnorm._NormBase)
-        names = self.values.keys() | set()
-        self._held[id(module._buffers)] = module._buffers, dict(module._buffers)
+        is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
+        self._held[id(module._buffers)] = path, module._buffers, dict(module._buffers)
         for name, buffer in module._buffers.items():
-            self._walk(f"{path}.{name}".strip("."), buffer, True, not is_norm)
-        self._buffers |= set(self._held) - before
-        self.saved |= self.values.keys() - names
+            self.saved.add(_join(path, name))
+            self._walk(_join(path, name), buffer, True, not is_norm)
         hooks = {**module._forward_pre_hooks, **module._forward_hooks}
         for name, part in (*module._parameters.items(), *module._modules.items(), *hooks.items()):
-            self._walk(f"{path}.{name}".strip("."), part, True)
+            self._walk(_join(path, name), part, True)
         for name, part in _attributes(module).items():
-            self._walk(f"{path}.{name}".strip("."), part, True)
+            self._walk(_join(path, name), part, True)
 
     def _hold_tensor(self, path: str, tensor: Tensor, compared: bool) -> None:
         is_weight, content = isinstance(tensor, nn.Parameter), None
         if _is_readable(tensor) and (self._whole or not is_weight):
             alias = local_part(tensor.data)
             content = alias, alias.clone()
-        self._held[id(tensor)] = tensor, content
+        self._held[id(tensor)] = path, tensor, content
         if not compared or id(tensor) in self._trained or not _is_readable(tensor):
             return
         if is_weight:
@@ -221,37 +219,36 @@ class StateWatch:
         if config.chooses_batch:
             refuse_changes(buffers)
         exact = config.carried_state == "exact" and self._backend.world.model_parallel_size == 1
-        is_found = exact and self._is_found(first, window)
+        now = self.state()
+        found = first.changed(now)
+        is_found = exact and self._on_any(bool(found))
+        if is_found:
+            fixed, saved = first.fixed | now.fixed, first.saved | now.saved
+            loss = self._loss_of(window)
+            if self._several:
+                found = self._differing(found, now, window)
+                if not fixed.isdisjoint(found) or self._matters(first, found, loss):
+                    _refuse(found, several=True)
+            unsaved = [name for name in first.changed(now) if name not in fixed | saved]
+            if config.checkpoint_dir is not None and self._matters(first, unsaved, loss):
+                _refuse(unsaved or ["on another rank"], several=False)
         if self._several and step == 1 and self._backend.world.rank == 0:
-            warn_of_changes(buffers)
+            warn_of_changes([name for name in buffers if name in found])
         self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
         self._num_samples = max(self._num_samples, window.num_samples)
 
-    def _is_found(self, first: CarriedState, window: Window) -> bool:
-        """True if there is state that changes, on which the loss does not depend so far."""
-        now = self.state()
-        found = first.changed(now)
-        if not self._several:  # the rest is saved, or no part of the model
-            found = [name for name in found if name not in first.saved | now.saved | now.fixed]
-        if not self._on_any(bool(found)):
-            return False
-        if self._several and len(window.micro_batches) == 1 and self._is_equal(found, now):
-            return True
-        is_fixed = not (first.fixed | now.fixed).isdisjoint(found)
-        if self._on_any(is_fixed) or first.matters(self._loss_of(window), self._on_any, self._several):
-            matters = True
-        else:
-            matters = False
-        if self._on_any(matters):
-            _refuse(found or ["on another rank"], self._several)
-        return True
+    def _matters(self, first: CarriedState, names: list[str], loss: Callable[[], float]) -> bool:
+        return self._on_any(bool(names)) and self._on_any(first.matters(names, loss, self._on_any))
 
-    def _is_equal(self, found: list[str], now: CarriedState) -> bool:
-        """True if what has changed is the same on all ranks, and depends on no samples."""
-        if self._backend.reads_own_parameters:
-            return False  # ranks that train on their own meet at other steps
-        own = digest_of([(name, now.values.get(name)) for name in found])
-        return not self._on_any(own != self._backend.broadcast_object(own))
+    def _differing(self, names: list[str], now: CarriedState, window: Window) -> list[str]:
+        """Return those of `names` whose values the samples or the number of micro-batches decide, the same
+        on all ranks."""
+        if len(window.micro_batches) > 1 or self._backend.reads_own_parameters:
+            return names  # ranks that train on their own meet at other steps
+        theirs = self._backend.broadcast_object({name: now.values.get(name) for name in names})
+        here = [now.values.get(name) != value for name, value in theirs.items()]
+        *differ, more = self._backend.all_reduce([*map(float, here), float(not theirs.keys() >= {*names})])
+        return [n for n, d in zip(theirs, differ, strict=True) if d] + ["on another rank"] * bool(more)
 
     def _on_any(self, flag: bool) -> bool:
         if self._backend.reads_own_parameters:
@@ -299,6 +296,18 @@ def _refuse(names: list[str], several: bool) -> NoReturn:
     )
 
 
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}".strip(".")
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    yield ""
+    for position, letter in enumerate(name):
+        if letter == ".":
+            yield name[:position]
+    yield name
+
+
 def _is_readable(tensor: Tensor) -> bool:
     usual = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     return usual and not tensor.is_inference() and not isinstance(tensor, FakeTensor)
@@ -344,10 +353,9 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from (("", value.__self__), ("", value.__func__))
     elif type(value).__module__ == "functools" and hasattr(value, "func"):
         yield from (("", value.func), ("", value.args), ("", value.keywords))
-    elif isinstance(value, FunctionType):
-        if _is_written(value):
-            yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            yield from ((n, p) for n, p in _globals(value).items() if not callable(p) or _is_own(p, value))
+    elif isinstance(value, FunctionType) and _is_written(value):
+        yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
+        yield from ((name, part) for name, part in _globals(value).items() if _is_own(part, value))
     if _is_open(value):
         yield from list(vars(value).items())
 
@@ -377,8 +385,8 @@ def _random_state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, Random) else generator.get_state()
 
 
-def _put(value: Any, content: Any) -> None:
-    """Let `value` hold `content` of `CarriedState`."""
+def _put(value: Any, content: Any, concerns: Callable[[str], bool]) -> None:
+    """Let `value` hold `content` of `CarriedState`, of names as far as `concerns` is true."""
     if isinstance(value, Tensor):
         _put_tensor(value, *content)
     elif isinstance(value, np.ndarray):
@@ -391,15 +399,16 @@ def _put(value: Any, content: Any) -> None:
         for _, part in content:
             value.cell_contents = part
     elif isinstance(value, FunctionType):
-        _fill(value.__globals__, content, value.__globals__.keys())
+        _fill(value.__globals__, content, lambda name: name in content and concerns(name))
     elif isinstance(value, dict):
-        _fill(value, content, ())
+        _fill(value, content, concerns)
     elif isinstance(value, (list, deque, set)):
         if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
             value.clear()
             value.update(content) if isinstance(value, set) else value.extend(content)
     else:
-        _fill(vars(value), content, _OF_TORCH if isinstance(value, nn.Module) else ())
+        kept = _OF_TORCH if isinstance(value, nn.Module) else ()
+        _fill(vars(value), content, lambda name: name not in kept and concerns(name))
 
 
 def _put_tensor(tensor: Tensor, alias: Tensor, values: Tensor) -> None:
@@ -413,9 +422,9 @@ def _put_tensor(tensor: Tensor, alias: Tensor, values: Tensor) -> None:
         assign_values(own, values)
 
 
-def _fill(own: Any, content: Mapping[str, Any], kept: Collection[str]) -> None:
-    for name in [name for name in own if name not in content and name not in kept]:
+def _fill(own: Any, content: Mapping[str, Any], concerns: Callable[[str], bool]) -> None:
+    for name in [name for name in own if name not in content and concerns(name)]:
         del own[name]
     for name, part in content.items():
-        if own.get(name, _fill) is not part:
+        if own.get(name, _fill) is not part and concerns(name):
             own[name] = part
