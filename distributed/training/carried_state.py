@@ -227,11 +227,12 @@ class StateWatch:
             loss = self._loss_of(window)
             if self._several:
                 found = self._differing(found, now, window)
-                if not fixed.isdisjoint(found) or self._matters(first, found, loss):
-                    _refuse(found, several=True)
+                written = [name for name in found if name in fixed]
+                if self._on_any(bool(written)) or self._matters(first, found, loss):
+                    _refuse(written or found, several=True)
             unsaved = [name for name in first.changed(now) if name not in fixed | saved]
             if config.checkpoint_dir is not None and self._matters(first, unsaved, loss):
-                _refuse(unsaved or ["on another rank"], several=False)
+                _refuse(unsaved, several=False)
         if self._several and step == 1 and self._backend.world.rank == 0:
             warn_of_changes([name for name in buffers if name in found])
         self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
@@ -280,6 +281,7 @@ class StateWatch:
 
 
 def _refuse(names: list[str], several: bool) -> NoReturn:
+    names = names or ["on another rank"]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     where = "a step has several micro-batches" if several else "checkpoints leave attributes out"
     raise UserError(
