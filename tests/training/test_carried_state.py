@@ -80,7 +80,7 @@ class Data(Momentum):
 
 
 class Queue(Momentum):
-    """Adds similarities with a queue of earlier outputs."""
+    """Multiplies by similarities with a queue of earlier outputs."""
 
     how = "assigned"
 
@@ -91,7 +91,7 @@ class Queue(Momentum):
 
     def forward(self, x: Tensor) -> Tensor:
         out = super().forward(x)
-        result = out + (out @ self.queue.clone().t()).mean(1, keepdim=True)
+        result = out * (out @ self.queue.clone().t()).mean(1, keepdim=True)
         with torch.no_grad():
             self.queue[int(self.place) : int(self.place) + len(x)] = out
             self.place.copy_((self.place + len(x)) % 8)
@@ -431,7 +431,8 @@ def test_state_on_which_the_loss_does_not_depend_is_allowed(
         given = {part: make() for part, make in parts.items()}
         folder = str(tmp_path / setting)
         assert distance(fit(build(), setting, rank_pool, checkpoint_dir=folder, **given), oracle) < EXACT
-    assert len(fit(Caching(), "accumulation", rank_pool).norms) == 12
+    if build is Caching:
+        assert len(fit(Caching(), "accumulation", rank_pool).norms) == 12
 
 
 def test_the_search_leaves_everything_as_it_was(rank_pool: RankPool, tmp_path: Path) -> None:
