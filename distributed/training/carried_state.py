@@ -11,6 +11,9 @@ import sys
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from io import IOBase
+from operator import length_hint
 from random import Random
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
@@ -32,7 +35,7 @@ __all__ = ["CarriedState", "StateWatch"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
 _CLOSED = {"torch", "distributed", "distributed_backends", "distributed_plugins", *sys.stdlib_module_names}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _GENERATORS = (torch.Generator, Random, np.random.RandomState, np.random.Generator)
 _LARGE, _MANY = 2**24, 10**5
 """Bytes and elements from which on something outside a module counts as data, which nothing changes."""
@@ -58,6 +61,7 @@ class CarriedState:
         self.values: dict[str, str] = {}
         self.saved: set[str] = set()
         self.fixed: set[str] = set()
+        self.iterators: list[str] = []
         self._walk("", model, inside=True)
         attributes = set(self.values)
         for name, part in loss.items():
@@ -108,7 +112,7 @@ class CarriedState:
         around = None if names is None else {part for name in names for part in _prefixes(name)}
         for path, value, content in self._held.values():
             if content is not None and (around is None or path in around):
-                _put(value, content, lambda name, path=path: around is None or _join(path, name) in around)
+                _put(value, content, partial(_concerns, around, path))
 
     def _walk(self, path: str, value: Any, inside: bool, compared: bool = True) -> None:
         """Hold `value` and all that it holds.
@@ -117,10 +121,13 @@ class CarriedState:
             inside: a module holds it.
             compared: its values count as state.
         """
-        if isinstance(value, _PLAIN) or type(value).__module__ == "itertools":
+        if isinstance(value, _PLAIN):
             self.values[path] = repr(value)
-            if not isinstance(value, _PLAIN):
-                self.fixed.add(path)
+            return
+        if hasattr(type(value), "__next__") and not isinstance(value, IOBase):
+            self.iterators.append(path)
+            self.fixed.add(path)
+            self.values[path] = _position(value)
             return
         inside = inside or isinstance(value, nn.Module)
         if id(value) in self._held or not (inside or _is_small(value)):
@@ -146,10 +153,9 @@ class CarriedState:
             self.saved.add(_join(path, name))
             self._walk(_join(path, name), buffer, True, not is_norm)
         hooks = {**module._forward_pre_hooks, **module._forward_hooks}
-        for name, part in (*module._parameters.items(), *module._modules.items(), *hooks.items()):
-            self._walk(_join(path, name), part, True)
-        for name, part in _attributes(module).items():
-            self._walk(_join(path, name), part, True)
+        for parts in (module._parameters, module._modules, hooks, _attributes(module)):
+            for key, part in parts.items():
+                self._walk(_join(path, key), part, True)
 
     def _hold_tensor(self, path: str, tensor: Tensor, compared: bool) -> None:
         is_weight, content = isinstance(tensor, nn.Parameter), None
@@ -175,9 +181,7 @@ class CarriedState:
             return value.copy()
         if isinstance(value, CellType):
             return list(_parts(value))
-        if isinstance(value, FunctionType):
-            return _globals(value)
-        return dict(vars(value)) if _is_open(value) else None
+        return _globals(value) if isinstance(value, FunctionType) else None
 
 
 class StateWatch:
@@ -229,17 +233,21 @@ class StateWatch:
                 found = self._differing(found, now, window)
                 written = [name for name in found if name in fixed]
                 if self._on_any(bool(written)) or self._matters(first, found, loss):
-                    _refuse(written or found, several=True)
+                    _refuse(written or first.iterators or found, several=True)
             unsaved = [name for name in first.changed(now) if name not in fixed | saved]
             if config.checkpoint_dir is not None and self._matters(first, unsaved, loss):
-                _refuse(unsaved, several=False)
+                _refuse(first.iterators or unsaved, several=False)
         if self._several and step == 1 and self._backend.world.rank == 0:
             warn_of_changes([name for name in buffers if name in found])
         self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
         self._num_samples = max(self._num_samples, window.num_samples)
 
     def _matters(self, first: CarriedState, names: list[str], loss: Callable[[], float]) -> bool:
-        return self._on_any(bool(names)) and self._on_any(first.matters(names, loss, self._on_any))
+        if not self._on_any(bool(names)):
+            return False
+        if self._on_any(bool(first.iterators)):  # which a search would move on
+            return True
+        return self._on_any(first.matters(names, loss, self._on_any))
 
     def _differing(self, names: list[str], now: CarriedState, window: Window) -> list[str]:
         """Return those of `names` whose values the samples or the number of micro-batches decide, the same
@@ -296,6 +304,10 @@ def _refuse(names: list[str], several: bool) -> NoReturn:
         else "Make it a buffer (register_buffer), or set carried_state=per_rank: a resumed run begins without"
         " it",
     )
+
+
+def _concerns(names: Collection[str] | None, path: str, name: str) -> bool:
+    return names is None or _join(path, name) in names
 
 
 def _join(path: str, name: Any) -> str:
@@ -358,8 +370,17 @@ def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(value, FunctionType) and _is_written(value):
         yield from zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
         yield from ((name, part) for name, part in _globals(value).items() if _is_own(part, value))
+        yield from (("", value.__dict__), ("", value.__kwdefaults__), ("", value.__defaults__))
     if _is_open(value):
-        yield from list(vars(value).items())
+        yield "", vars(value)
+
+
+def _position(iterator: Any) -> str:
+    """Text that differs as an iterator advances, as far as it shows."""
+    frame = getattr(iterator, "gi_frame", None)
+    shown = repr(iterator) if type(iterator).__module__ == "itertools" else ""
+    number = getattr(iterator, "_num_yielded", None)
+    return f"{length_hint(iterator, -1)} {number} {shown} {frame and (frame.f_lasti, frame.f_locals)}"
 
 
 def _is_own(part: Any, function: FunctionType) -> bool:
@@ -395,8 +416,10 @@ def _put(value: Any, content: Any, concerns: Callable[[str], bool]) -> None:
         value[...] = content
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = content
-    elif isinstance(value, _GENERATORS):
-        value.setstate(content) if isinstance(value, Random) else value.set_state(content)
+    elif isinstance(value, Random):
+        value.setstate(content)
+    elif isinstance(value, (torch.Generator, np.random.RandomState)):
+        value.set_state(content)
     elif isinstance(value, CellType):
         for _, part in content:
             value.cell_contents = part
@@ -408,9 +431,8 @@ def _put(value: Any, content: Any, concerns: Callable[[str], bool]) -> None:
         if len(value) != len(content) or any(a is not b for a, b in zip(value, content, strict=True)):
             value.clear()
             value.update(content) if isinstance(value, set) else value.extend(content)
-    else:
-        kept = _OF_TORCH if isinstance(value, nn.Module) else ()
-        _fill(vars(value), content, lambda name: name not in kept and concerns(name))
+    elif isinstance(value, nn.Module):
+        _fill(vars(value), content, lambda name: name not in _OF_TORCH and concerns(name))
 
 
 def _put_tensor(tensor: Tensor, alias: Tensor, values: Tensor) -> None:

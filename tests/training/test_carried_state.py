@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import deque, namedtuple
 from collections.abc import Callable
@@ -251,6 +252,26 @@ def annealed_step() -> Step:
     return step
 
 
+def attribute_step() -> Step:
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        step.calls = getattr(step, "calls", 0) + 1  # type: ignore[attr-defined]
+        return F.cross_entropy(model(batch[0]), batch[1]) * min(1.0, step.calls / 10)  # type: ignore[attr-defined]
+
+    return step
+
+
+def drawing_step() -> Step:
+    more = itertools.cycle(torch.arange(1.0, 9.0).tolist())
+    kept = []
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        kept.append(loss.item())
+        return loss * next(more)
+
+    return step
+
+
 def teacher_step() -> Step:
     teacher = mlp(1)
 
@@ -381,6 +402,8 @@ KINDS: list[tuple[Callable[[], nn.Module], dict[str, Callable[[], Any]], str, se
     (Net, {"loss_fn": Centred}, "loss_fn.centre", BOTH),
     (Net, {"loss_fn": CentredPlain}, "loss_fn.centre", BOTH),
     (Net, {"training_step": annealed_step}, "training_step.state.calls", ALONE),
+    (Net, {"training_step": attribute_step}, "training_step.calls", ALONE),
+    (Net, {"training_step": drawing_step}, "training_step.more", BOTH),
     (Net, {"training_step": teacher_step}, "training_step.teacher.0.weight", ALONE),
     (spectral, {}, "net.0.weight_u", ALONE),
     (spectral_parametrization, {}, "net.0.parametrizations.weight.0._u", ALONE),
