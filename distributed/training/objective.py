@@ -134,6 +134,11 @@ class Objective:
             self.counted = not per_sample or bool((targets == self._ignore_index).any())
 
     @property
+    def functions(self) -> dict[str, Any]:
+        """The loss and the step that were given, by name."""
+        return {"loss_fn": self._loss_fn, "training_step": self._training_step}
+
+    @property
     def takes_parts_of_classes(self) -> bool:
         """Whether the loss can be computed from logits (DTensors) of which each rank has some classes."""
         smoothing = getattr(self._sum_loss, "label_smoothing", 0.0)

@@ -26,7 +26,7 @@ from distributed.interfaces.task import Task
 from distributed.planner.auto_batch import most_divided
 from distributed.training.agreement import Settings, check_same_model, check_same_torch
 from distributed.training.batch_transfer import Transfers
-from distributed.training.carried_state import CarriedState, check_carried
+from distributed.training.carried_state import StateWatch
 from distributed.training.compression import CANNOT_SEND, Compression
 from distributed.training.deferred_hooks import DeferredHooks
 from distributed.training.gradient_scaling import (
@@ -96,8 +96,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
         self._num_samples = 0
         self._modes = ModuleModes()
         self._transfers: Transfers | None = None
-        self._watches_buffers = False
-        self._several = False
+        self._watch: StateWatch | None = None
 
     # -- who and where ---------------------------------------------------------------
 
@@ -170,8 +169,7 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
         self.model = self.step_module.forward if wrapped is self.step_module else wrapped
         if task.run_state and self.scaler is not None:
             self.scaler.load_state_dict(task.run_state["scaler"])
-        self._several = several
-        self._watches_buffers = self.config.chooses_batch or several or self.config.checkpoint_dir is not None
+        self._watch = StateWatch(self, several)
         self.mark_buffers()
         self._note_trainable()
 
@@ -240,7 +238,8 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
         self.objective.begin_window()
         if self.placeholders == "computed":
             window = with_stand_ins(window)
-        first = CarriedState(self.module) if self._watches_buffers else None
+        watch = self._watch
+        first = watch.before(window) if watch is not None else None
         counted, known = self.objective.counted, self.known_counts(window)
         scale = self._gradient_share / window.num_samples
         if counted and self.num_contributors == 1 and None not in known:
@@ -248,9 +247,8 @@ class TorchBackend(OneRank, LeversMixin, AccumulationMixin, EvaluationMixin, Ran
         total, count = self.run_micro_batches(window, scale, known)
         self._count, self._num_samples = count if counted else None, window.num_samples
         self.last_batch.end()
-        if first is not None:
-            self._watches_buffers = False
-            check_carried(self, first, window, self._several)
+        if watch is not None and first is not None:
+            watch.check(first, window)
         self._window_loss = total, count
         return total, count
 

@@ -18,7 +18,6 @@ from distributed.interfaces.placement import World
 from distributed.interfaces.plan import RunPlan
 from distributed.parallel.gradient_reducer import GradientReducer
 from distributed.parallel.mesh_backend import MeshBackend
-from distributed.training.forward_state import Buffers
 from distributed.training.mixins.accumulation import NO_CONTEXT
 from distributed.training.torch_backend import StepModule
 
@@ -144,13 +143,13 @@ class DDPBackend(MeshBackend):
         window = next(windows, None)
         if window is None:
             return
-        before = Buffers(self.module)
-        watches, self._watches_buffers = self._watches_buffers, False
+        assert self._watch is not None
+        before, watch, self._watch = self._watch.state(whole=True), self._watch, None
         self.set_training(True)
         self.run_window(Window(window.micro_batches[-1:], window.num_samples))
         self.clear_gradients()
-        before.restore()
-        self._watches_buffers = watches
+        before.put()
+        self._watch = watch
 
     def set_training(self, training: bool) -> None:
         super().set_training(training)
