@@ -108,36 +108,36 @@ class _Attributes(MutableMapping[str, Any]):
     """
 
     def __init__(self, holder: Any) -> None:
-        self.held, self.replaces = vars(holder), isinstance(holder, nn.Module)
+        self.attributes, self.replaces = vars(holder), isinstance(holder, nn.Module)
         self._of_torch, self._largest = (_OF_MODULES, _SMALL) if self.replaces else (_of_optimizers(), None)
 
     def __iter__(self) -> Iterator[str]:
-        own = ((name, value) for name, value in list(self.held.items()) if name not in self._of_torch)
+        own = ((name, value) for name, value in list(self.attributes.items()) if name not in self._of_torch)
         return (name for name, value in own if is_data(value, self._largest))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __getitem__(self, name: str) -> Any:
-        return self.held[name]
+        return self.attributes[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self.held[name] = value
+        self.attributes[name] = value
 
     def __delitem__(self, name: str) -> None:
-        del self.held[name]
+        del self.attributes[name]
 
 
 class _Flags(dict[str, Any]):
     """``requires_grad`` of the parameters of a model; setting one changes it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = {canonical_name(name): p for name, p in model.named_parameters()}
-        super().__init__({name: p.requires_grad for name, p in self._parameters.items()})
+        self._flagged = {canonical_name(name): p for name, p in model.named_parameters()}
+        super().__init__({name: p.requires_grad for name, p in self._flagged.items()})
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name in self._parameters:
-            self._parameters[name].requires_grad_(value)
+        if name in self._flagged:
+            self._flagged[name].requires_grad_(value)
 
 
 @cache
@@ -160,10 +160,10 @@ class HeldState:
             for name, holder in given_holders(task)
             if not any(holder is callback for callback in task.callbacks)
         ]
-        self._start: dict[str, dict[str, Any]] = {}
-        self._begun: dict[str, dict[str, Any]] = {}
+        self._when_marked: dict[str, dict[str, Any]] = {}
+        self._when_begun: dict[str, dict[str, Any]] = {}
         self._changed_before: dict[str, Collection[str]] = {}
-        self._names: dict[int, tuple[str, Any]] = {}
+        self._known_names: dict[int, tuple[str, Any]] = {}
         self._structure: dict[str, list[list[str]]] = {}
 
     def _holders(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
@@ -195,13 +195,13 @@ class HeldState:
 
     def mark(self) -> None:
         """Note what all holders hold before training, and before a saved state is loaded."""
-        self._start = self._fingerprints()
-        self._names = {id(value): (name, value) for name, value in shared(self._loop.task)}
+        self._when_marked = self._fingerprints()
+        self._known_names = {id(value): (name, value) for name, value in shared(self._loop.task)}
         self._structure = dict(self._structures())
 
     def name_of(self, value: Any) -> str | None:
         """Return the name by which the caller has `value`, too."""
-        return self._names.get(id(value), (None,))[0]
+        return self._known_names.get(id(value), (None,))[0]
 
     def returning(self) -> Iterator[tuple[str, str, Any]]:
         """(holder, part, value) of what training has changed in model, optimizer and loss. A module of which
@@ -211,16 +211,16 @@ class HeldState:
             yield from () if name in given else ((name, part, holders[name][part]) for part in names)
         for name, parts_of_module in self._structures():
             if self._structure.get(name, parts_of_module) != parts_of_module:
-                yield from ((name, part, value) for part, value in holders[name].held.items())
+                yield from ((name, part, value) for part, value in holders[name].attributes.items())
 
     def _structures(self) -> Iterator[tuple[str, list[list[str]]]]:
         for name, attributes in self._holders():
             if name.startswith("module "):
-                yield name, [[*attributes.held[kind]] for kind in ("_parameters", "_buffers", "_modules")]
+                yield name, [[*attributes.attributes[kind]] for kind in ("_parameters", "_buffers", "_modules")]
 
     def begin(self) -> None:
         """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
-        self._begun = self._fingerprints()
+        self._when_begun = self._fingerprints()
         optimizer = self._loop.optimizer
         if isinstance(self._loop.model, nn.Module) and hasattr(optimizer, "_optimizer_step_post_hooks"):
 
@@ -234,7 +234,7 @@ class HeldState:
         """Names of what training has changed, by holder."""
         found = {}
         for name, now in self._fingerprints().items():
-            before, earlier = self._start.get(name, {}), self._changed_before.get(name, ())
+            before, earlier = self._when_marked.get(name, {}), self._changed_before.get(name, ())
             names = [part for part, value in now.items() if before.get(part) != value or part in earlier]
             if names:
                 found[name] = names
@@ -247,12 +247,12 @@ class HeldState:
             entries, lost = save_attributes(holders[name], names, live)
             if entries:
                 found[name] = entries
-            if lost and name in ("loss_fn", "training_step") and self._begun:
+            if lost and name in ("loss_fn", "training_step") and self._when_begun:
                 self._warn(name, lost, holders[name], live)
         return found
 
     def _warn(self, name: str, lost: list[str], held: Mapping[str, Any], live: Mapping[int, Any]) -> None:
-        begun = self._begun.get(name, {})
+        begun = self._when_begun.get(name, {})
         lost = [part for part in lost if begun.get(part) != fingerprint(held[part], live, {})]
         if lost:
             logger.warning(
@@ -261,7 +261,7 @@ class HeldState:
                 lost[0],
                 name,
             )
-            self._begun = {}  # one warning is enough
+            self._when_begun = {}  # one warning is enough
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Load what `save` returned. In a second `fit` the caller's objects count, which hold it already."""
@@ -290,7 +290,8 @@ class HeldState:
         for attributes in map(_Attributes, parts_of(optimizer)):
             for part, value in attributes.items():
                 for tensor in _tensors(value):
-                    if tensor.dim() and any(tensor.shape == p.shape for p in held):
+                    is_own = tensor.dim() and not isinstance(tensor, nn.Parameter)
+                    if is_own and any(tensor.shape == p.shape for p in held):
                         raise _sharded(part, optimizer)
 
 
