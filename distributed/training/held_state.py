@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from distributed.checkpoint.dtensor import is_sharded
-from distributed.checkpoint.optimizer_state import parts_of
+from distributed.checkpoint.optimizer_state import kept_beside, parts_of
 from distributed.checkpoint.torch_state import canonical_name
 from distributed.errors import UserError
 from distributed.interfaces.task import Task
@@ -109,10 +109,12 @@ class _Attributes(MutableMapping[str, Any]):
 
     def __init__(self, holder: Any) -> None:
         self.attributes, self.replaces = vars(holder), isinstance(holder, nn.Module)
-        self._of_torch, self._largest = (_OF_MODULES, _SMALL) if self.replaces else (_of_optimizers(), None)
+        beside = () if self.replaces else (name for name, _, _ in kept_beside(holder))  # saved with its state
+        self._left_out = (_OF_MODULES if self.replaces else _of_optimizers()).union(beside)
+        self._largest = _SMALL if self.replaces else None
 
     def __iter__(self) -> Iterator[str]:
-        own = ((name, value) for name, value in list(self.attributes.items()) if name not in self._of_torch)
+        own = ((name, value) for name, value in list(self.attributes.items()) if name not in self._left_out)
         return (name for name, value in own if is_data(value, self._largest))
 
     def __len__(self) -> int:
@@ -216,7 +218,10 @@ class HeldState:
     def _structures(self) -> Iterator[tuple[str, list[list[str]]]]:
         for name, attributes in self._holders():
             if name.startswith("module "):
-                yield name, [[*attributes.attributes[kind]] for kind in ("_parameters", "_buffers", "_modules")]
+                yield (
+                    name,
+                    [[*attributes.attributes[kind]] for kind in ("_parameters", "_buffers", "_modules")],
+                )
 
     def begin(self) -> None:
         """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
@@ -305,10 +310,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def _sharded(part: str, optimizer: Any) -> UserError:
     return UserError(
-        f"the optimizer keeps tensors of its parameters in its attribute '{part}', outside of its state, of"
-        " which each rank has a part here: they would be in no checkpoint, and would not return",
+        f"the optimizer keeps tensors of its parameters in its attribute '{part}', which is"
+        " no list or dict of one for each: each rank has a part of them, and no checkpoint would have them",
         field="optimizer",
         got=type(optimizer).__name__,
-        allowed="tensors of parameters in Optimizer.state, which are saved by name",
+        allowed="Optimizer.state, or a list or dict of one tensor like each parameter",
         remedy="Keep them in self.state[parameter], or train with backend=pytorch-ddp",
     )
