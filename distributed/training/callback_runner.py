@@ -78,7 +78,7 @@ class CallbackRunner:
 
     def _fingerprints(self, callback: Callback) -> dict[str, Any]:
         """A value for each attribute that differs if the attribute does."""
-        live, memo = self._live(), {}
+        live, memo = self._live(), dict[int, Any]()
         return {name: fingerprint(value, live, memo) for name, value in vars(callback).items()}
 
     def _live(self) -> dict[int, Any]:

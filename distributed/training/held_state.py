@@ -155,8 +155,9 @@ class HeldState:
         loop: the run, whose model is not placed yet.
     """
 
-    def __init__(self, loop: TrainingLoop) -> None:
-        self._loop, task = loop, loop.task
+    def __init__(self, loop: Any) -> None:
+        self._loop: TrainingLoop = loop
+        task = self._loop.task
         self._functions = [
             (name, holder)
             for name, holder in given_holders(task)
@@ -174,7 +175,7 @@ class HeldState:
         yield from inner_holders(task, self._loop.model, self._loop.optimizer)
 
     def _fingerprints(self) -> dict[str, dict[str, Any]]:
-        live, memo = self.live(), {}
+        live, memo = self.live(), dict[int, Any]()
         return {
             name: {part: fingerprint(value, live, memo) for part, value in held.items()}
             for name, held in self._holders()
@@ -213,15 +214,16 @@ class HeldState:
             yield from () if name in given else ((name, part, holders[name][part]) for part in names)
         for name, parts_of_module in self._structures():
             if self._structure.get(name, parts_of_module) != parts_of_module:
-                yield from ((name, part, value) for part, value in holders[name].attributes.items())
+                yield from ((name, part, value) for part, value in self._modules()[name].items())
 
     def _structures(self) -> Iterator[tuple[str, list[list[str]]]]:
-        for name, attributes in self._holders():
-            if name.startswith("module "):
-                yield (
-                    name,
-                    [[*attributes.attributes[kind]] for kind in ("_parameters", "_buffers", "_modules")],
-                )
+        for name, held in self._modules().items():
+            yield name, [[*held[kind]] for kind in ("_parameters", "_buffers", "_modules")]
+
+    def _modules(self) -> dict[str, dict[str, Any]]:
+        """All that the modules of the model hold, by the name of their holder."""
+        holders = inner_holders(self._loop.task, self._loop.model, None)
+        return {name: held.attributes for name, held in holders if isinstance(held, _Attributes)}
 
     def begin(self) -> None:
         """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
