@@ -22,6 +22,8 @@ _OWN = "own_state"
 """Key in the first group: an optimizer's own ``state_dict``, with references to state by name."""
 _REFERENCE = "state of"
 _PREFIX = "optimizer."
+_LIST, _DICT = "list of ", "dict of "
+"""Start of the slots of what an optimizer keeps in an attribute."""
 IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How a step is computed here, not what it computes: these follow the machine."""
 # Hyper-parameters that distinguish families of optimizers in all implementations.
@@ -70,9 +72,47 @@ def _places(optimizer: Any) -> Iterator[tuple[str, Any, dict[str, Any], Tensor]]
 
 
 def _slots(optimizer: Any) -> Iterator[tuple[dict[str, Any], Tensor, str, Any]]:
-    """(group, parameter, slot, value) of the state of all parts."""
+    """(group, parameter, slot, value) of the state of all parts, and of what they keep in attributes."""
+    kept = {id(part): list(kept_beside(part)) for part in parts_of(optimizer)}
     for prefix, part, group, p in _places(optimizer):
         yield from ((group, p, prefix + slot, value) for slot, value in part.state.get(p, {}).items())
+        for name, kind, tensors in kept[id(part)]:
+            yield from ((group, p, f"{prefix}{kind}{name}", value) for q, value in tensors if q is p)
+
+
+def kept_beside(optimizer: Any) -> Iterator[tuple[str, str, list[tuple[Tensor, Tensor]]]]:
+    """(attribute, kind, (parameter, tensor) pairs) of each list or dict beside ``Optimizer.state`` in which
+    an optimizer keeps a tensor like each parameter."""
+    if getattr(type(optimizer), "state_dict", None) is not Optimizer.state_dict:
+        return  # it saves what it needs
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    known = set(map(id, held))
+    for name, value in vars(optimizer).items():
+        if type(value) in (list, tuple) and value and len(value) == len(held):
+            kind, pairs = _LIST, list(zip(held, value, strict=True))
+        elif isinstance(value, dict) and value and all(id(key) in known for key in value):
+            kind, pairs = _DICT, list(value.items())
+        else:
+            continue
+        if all(
+            isinstance(tensor, Tensor) and tensor is not p and tensor.shape == p.shape for p, tensor in pairs
+        ):
+            yield name, kind, pairs
+
+
+def _put_beside(optimizer: Any) -> None:
+    """Move what `kept_beside` has found from the state of an optimizer to its attributes."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for p in [p for group in optimizer.param_groups for p in group["params"]]:
+        state = optimizer.state.get(p, {})
+        for slot in [slot for slot in state if slot.startswith((_LIST, _DICT))]:
+            found.setdefault(slot, []).append((p, state.pop(slot)))
+        if not state:
+            optimizer.state.pop(p, None)
+    for slot, pairs in found.items():
+        is_list = slot.startswith(_LIST)
+        values: Any = [value for _, value in pairs] if is_list else dict(pairs)
+        setattr(optimizer, slot.removeprefix(_LIST if is_list else _DICT), values)
 
 
 def _own_state(optimizer: Any, names: Mapping[int, str]) -> Any:
@@ -248,6 +288,8 @@ def import_optimizer(
             state[slot] = _scalar(part, group, own_saved, slot, numbers[prefix + slot], p)
         if state:
             part.state[p] = state
+    for part in parts_of(optimizer):
+        _put_beside(part)
     if _OWN in reader.groups[0]:
         _load_own(optimizer, reader.groups[0][_OWN], names)
 

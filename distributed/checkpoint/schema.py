@@ -230,10 +230,21 @@ def _check_extra(extra: dict[str, Any], step: int) -> None:
     callbacks = extra.get("callbacks")
     if callbacks is not None and not (isinstance(callbacks, list) and all(map(_is_callback, callbacks))):
         raise ValueError(f"extra.callbacks is {shown(callbacks)}")
+    held = extra.get("held", {})
+    if not isinstance(held, dict) or not all(map(_is_held, held.values())):
+        raise ValueError(f"extra.held is {shown(held)}")
 
 
 def _is_callback(entry: Any) -> bool:
     return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
+
+
+def _is_held(entries: Any) -> bool:
+    """True for the entries of `training.callback_state.save_attributes`."""
+    keys = {"kind", "on_device", "value"}
+    return isinstance(entries, dict) and all(
+        isinstance(entry, dict) and entry.keys() == keys for entry in entries.values()
+    )
 
 
 # -- values ------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def _train(job: RankPayload, plan: RunPlan, backend: Backend, result_dir: Path |
     loop = TrainingLoop(plan, job.task, backend, get_catalog(), job.tracker_contexts)
     starts_here = result_dir is not None and backend.world.rank == 0
     take_globals(job.task, job.module_globals)
-    objects = LeftObjects(job.task) if starts_here else None
+    objects = LeftObjects(loop) if starts_here else None
     try:
         loop.run()
         if result_dir is not None:

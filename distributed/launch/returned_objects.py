@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor
 
 from distributed.interfaces.task import Task
-from distributed.training.loss_parameters import has_parameters
-from distributed.training.refilling import digest, functions, is_imported, parts, pickle_into, refill
+from distributed.training.callback_state import named_by_value
+from distributed.training.held_state import given_holders, inner_holders, shared
+from distributed.training.refilling import digest, is_imported, parts, pickle_into, refill
+
+if TYPE_CHECKING:
+    from distributed.training.loop import TrainingLoop
 
 __all__ = ["LeftObjects", "module_globals", "take_globals", "take_objects"]
 
@@ -29,27 +33,41 @@ _FILE = "objects.bin"
 
 
 class LeftObjects:
-    """Notes what the objects of `task` hold before training, and leaves what has changed."""
+    """Notes what the script's objects hold before the training of `loop`, and leaves what has changed."""
 
-    def __init__(self, task: Task) -> None:
-        self._task, known = task, _known(task)
-        self._before = {place: digest(value, known) for place, value in self._values()}
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._held = loop.callbacks.held
+        self._given = list(given_holders(loop.task))
+        self._names = {id(value): value for _, value in shared(loop.task)}
+        self._before = {place: self._digest(value) for place, value in self._values()}
 
     def leave(self, folder: Path) -> None:
         """Leave what has changed in `folder`, each by itself: one that cannot be pickled does not take the
         others with it."""
+        assert self._held is not None
+        self._names |= self._held.live()  # sharding replaces parameters
         found: dict[tuple[str, str], bytes | None] = {}
-        known = _known(self._task)  # sharding replaces parameters
         for place, value in self._values():
-            now, before = digest(value, known), self._before.get(place, b"")
+            now, before = self._digest(value), self._before.get(place, b"")
             if before is not None and now != before:
-                file = io.BytesIO()
-                found[place] = file.getvalue() if now and pickle_into(file, value, known) else None
+                found[place] = self._pickled(value) if now else None
+        for holder, part, value in self._held.returning():
+            data = self._pickled(value)
+            if data is not None:
+                found[holder, part] = data
         with suppress(OSError):  # reported where the weights are left
             (folder / _FILE).write_bytes(pickle.dumps(found))
 
+    def _pickled(self, value: Any) -> bytes | None:
+        assert self._held is not None
+        file = io.BytesIO()
+        return file.getvalue() if pickle_into(file, value, self._held.name_of) else None
+
+    def _digest(self, value: Any) -> bytes | None:
+        return digest(value, named_by_value(self._names))
+
     def _values(self) -> Iterator[tuple[tuple[str, str], Any]]:
-        for name, holder in _holding(self._task):
+        for name, holder in self._given:
             yield from (((name, part), value) for part, value in parts(holder).items())
 
 
@@ -62,7 +80,7 @@ def _load(data: bytes, known: Mapping[str, Any]) -> Any:
 def module_globals(task: Task) -> dict[tuple[str, str], bytes]:
     """Globals that functions of modules name, pickled, for ranks that import the modules anew."""
     found, known = {}, _known(task)
-    for name, holder in _holding(task):
+    for name, holder in given_holders(task):
         function = getattr(holder, "__func__", holder)
         if isinstance(function, FunctionType) and is_imported(function):
             for part, value in parts(function).items():
@@ -74,7 +92,7 @@ def module_globals(task: Task) -> dict[tuple[str, str], bytes]:
 
 def take_globals(task: Task, found: Mapping[tuple[str, str], bytes]) -> None:
     """Let the modules of a rank hold what `module_globals` returned in the caller's process."""
-    own, holders = dict(_shared(task)), dict(_holding(task))
+    own, holders = dict(shared(task)), dict(given_holders(task))
     for (name, part), data in found.items():
         function = getattr(holders[name], "__func__", holders[name])
         refill(parts(function), {part: _load(data, own)})
@@ -86,14 +104,20 @@ def take_objects(task: Task, folder: Path) -> None:
     path = folder / _FILE
     if not path.exists():
         return
-    own, holders, lost = dict(_shared(task)), dict(_holding(task)), []
+    own, lost = dict(shared(task)), []
+    inner = dict(inner_holders(task, task.model, task.optimizer))
+    given = dict(given_holders(task))
     for (name, part), data in pickle.loads(path.read_bytes()).items():
-        if name not in holders:  # it was packed for the ranks
+        if name not in inner and name not in given:  # it was packed for the ranks
             continue
         if data is None:
-            lost.append(f"{part} of {type(holders[name]).__name__}")
+            lost.append(f"{part} of {type(given[name]).__name__}")
             continue
-        refill(parts(holders[name]), {part: _load(data, own)})
+        held, value = inner[name] if name in inner else parts(given[name]), _load(data, own)
+        if isinstance(value, Tensor) and getattr(held, "replaces", False):
+            held[part] = value
+        else:
+            refill(held, {part: value})
     path.unlink()
     if lost:
         logger.warning(
@@ -103,40 +127,7 @@ def take_objects(task: Task, folder: Path) -> None:
         )
 
 
-def _holding(task: Task) -> Iterator[tuple[str, Any]]:
-    """(name, holder) of all, with the methods of those that are objects."""
-    for name, holder in _holders(task):
-        yield name, holder
-        yield from ((f"{name}.{method}", function) for method, function in functions(holder))
-
-
-def _holders(task: Task) -> Iterator[tuple[str, Any]]:
-    """(name, object) of what may keep something for the script."""
-    yield from ((f"callbacks.{number}", callback) for number, callback in enumerate(task.callbacks))
-    for name in ("loss_fn", "training_step", "validation_step"):
-        if getattr(task, name) is not None:
-            yield name, getattr(task, name)
-    yield from ((f"metrics.{name}", metric) for name, metric in (task.metrics or {}).items())
-
-
 def _known(task: Task) -> Callable[[Any], str | None]:
     """The name of what the caller and the ranks both have."""
-    known = {id(value): name for name, value in _shared(task)}
+    known = {id(value): name for name, value in shared(task)}
     return lambda part: known.get(id(part))
-
-
-def _shared(task: Task) -> Iterator[tuple[str, Any]]:
-    """(name, object) of what the caller and the ranks both have, and others may refer to."""
-    for name in ("optimizer", "scheduler", "train_data"):
-        if getattr(task, name) is not None:
-            yield name, getattr(task, name)
-    yield from _holders(task)
-    if has_parameters(task.loss_fn, task.model):  # which return as those of the model do
-        loss_fn: Any = task.loss_fn
-        yield from ((f"loss tensor {name}", part) for name, part in loss_fn.named_parameters())
-    if isinstance(task.model, nn.Module):
-        yield from ((f"module {name}", part) for name, part in task.model.named_modules())
-        yield from ((f"tensor {name}", part) for name, part in task.model.named_parameters())
-        yield from ((f"tensor {name}", part) for name, part in task.model.named_buffers())
-    elif task.model is not None:
-        yield "model", task.model

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from distributed.checkpoint.random_state import same_streams
@@ -11,13 +12,16 @@ from distributed.data import mix
 from distributed.errors import UserError
 from distributed.interfaces.backend import SharedSettings
 from distributed.interfaces.callback import Callback, Context, listed
+from distributed.interfaces.task import Task
 from distributed.registry.catalog import Catalog
 from distributed.training.callback_state import (
     ATTRIBUTES,
-    fingerprints,
+    copy_of_model,
+    fingerprint,
     restore_attributes,
     save_attributes,
 )
+from distributed.training.held_state import HeldState
 from distributed.training.seeding import seed_numbers
 
 logger = logging.getLogger("distributed")
@@ -34,6 +38,7 @@ class CallbackRunner:
     Attributes:
         active: the callbacks that act on this rank, sorted by band; empty before `gather`.
         on_step: those that override `on_step_end`, so that a step without any costs nothing.
+        held: what the other objects of the script hold; None without a task.
     """
 
     def __init__(self, context: Context, given: Sequence[Callback], catalog: Catalog) -> None:
@@ -45,6 +50,7 @@ class CallbackRunner:
         self._called: Callback | None = None
         self._at_start: dict[int, dict[str, Any]] = {}
         self._when_started: dict[int, dict[str, Any]] = {}
+        self.held = HeldState(context) if isinstance(getattr(context, "task", None), Task) else None
 
     def gather(self, continues: bool = False) -> None:
         """Collect the callbacks of this rank.
@@ -64,12 +70,26 @@ class CallbackRunner:
             if name.startswith("on_")
         }
         self.on_step = self._overridden["on_step_end"]
-        self._at_start = {} if continues else {id(callback): fingerprints(callback) for callback in found}
+        self._at_start = (
+            {} if continues else {id(callback): self._fingerprints(callback) for callback in found}
+        )
+        if self.held is not None:
+            self.held.mark()
+
+    def _fingerprints(self, callback: Callback) -> dict[str, Any]:
+        """A value for each attribute that differs if the attribute does."""
+        live, memo = self._live(), dict[int, Any]()
+        return {name: fingerprint(value, live, memo) for name, value in vars(callback).items()}
+
+    def _live(self) -> dict[int, Any]:
+        return {} if self.held is None else self.held.live()
 
     def begin(self) -> None:
         """Notify that the run starts. What a callback sets then, it sets again in a resumed run."""
         self.notify("on_run_start")
-        self._when_started = {id(callback): fingerprints(callback) for callback in self.active}
+        self._when_started = {id(callback): self._fingerprints(callback) for callback in self.active}
+        if self.held is not None:
+            self.held.begin()
 
     def guard(self, settings: SharedSettings | None) -> None:
         """Refuse, from now on, a callback that changes one of `settings` where ranks would not all follow."""
@@ -128,10 +148,10 @@ class CallbackRunner:
             return callback.state_dict()
         if all(callback is not given for given in self.given):
             return {}  # plugins save what they need
-        now = fingerprints(callback)
+        now = self._fingerprints(callback)
         before, begun = (kept.get(id(callback), {}) for kept in (self._at_start, self._when_started))
         changed = [name for name, value in now.items() if before.get(name) != value]
-        found, lost = save_attributes(callback, changed, self.context)
+        found, lost = save_attributes(vars(callback), changed, self._live())
         lost = [name for name in lost if begun and begun.get(name) != now[name]]
         if lost:
             logger.warning(
@@ -154,6 +174,18 @@ class CallbackRunner:
                     continue
                 left.remove(found)
                 if found[1].keys() == {ATTRIBUTES}:
-                    restore_attributes(callback, found[1][ATTRIBUTES], callback, self.context)
+                    make = partial(copy_of_model, callback.all_ranks, self.context)
+                    entries, device = found[1][ATTRIBUTES], self.context.world.device
+                    restore_attributes(vars(callback), entries, type(callback).__name__, device, make)
                 else:
                     callback.load_state_dict(found[1])
+
+    def held_state(self) -> dict[str, Any]:
+        """What training has changed in the other objects of the script."""
+        with same_streams():
+            return {} if self.held is None else self.held.save()
+
+    def restore_held(self, saved: Mapping[str, Any]) -> None:
+        """Load what `held_state` returned."""
+        if self.held is not None:
+            self.held.restore(saved)

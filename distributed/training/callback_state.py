@@ -1,46 +1,87 @@
-"""State of callbacks that have no ``state_dict`` of their own: the attributes that training has changed."""
+"""State of objects that have no ``state_dict`` of their own: what training has changed of their attributes or
+variables, as data that a checkpoint can hold."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from distributed.checkpoint.codec import encode
+from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
 from distributed.interfaces.callback import Context
+from distributed.system.tensors import digest_of
 from distributed.training.refilling import digest, is_plain, refill
 
-__all__ = ["ATTRIBUTES", "fingerprints", "restore_attributes", "save_attributes"]
+__all__ = [
+    "ATTRIBUTES",
+    "copy_of_model",
+    "fingerprint",
+    "is_data",
+    "named_by_value",
+    "restore_attributes",
+    "save_attributes",
+]
 
 ATTRIBUTES = "attributes of the callback"
-"""Key of a state that `save_attributes` made."""
+"""Key of the state of a callback that `save_attributes` made."""
 _OWN = "distributed."
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque, OrderedDict, defaultdict, Counter)
+_SAMPLED = 2**20
+"""Bytes of a tensor from which on not all elements are read to see if it has changed."""
+_NUM_SAMPLES = 2**16
+_MAX_DEPTH = 8
+_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, state: setattr(own.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (lambda own: own.get_state(legacy=False), lambda own, state: own.set_state(state)),
+    torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
+}
+"""Kind of generator -> functions that read and write its state."""
 
 
-def fingerprints(holder: Any) -> dict[str, Any]:
-    """A value for each attribute that differs if the attribute does."""
-    return {name: _fingerprint(value) for name, value in vars(holder).items()}
+def fingerprint(value: Any, live: Mapping[int, Any], memo: dict[int, Any]) -> Any:
+    """Return what differs if `value` does.
+
+    Args:
+        live: objects by ``id`` to which references are no state.
+        memo: fingerprints of what several holders share, filled here.
+    """
+    if type(value) in _PLAIN:
+        return repr(value)
+    if id(value) in live:
+        return id(value)
+    if id(value) not in memo:
+        memo[id(value)] = value, _fingerprint(value, live)
+    return memo[id(value)][1]
 
 
 def save_attributes(
-    callback: Any, names: Collection[str], context: Context
+    held: Mapping[str, Any], names: Collection[str], live: Mapping[int, Any]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Make the attributes `names` of a callback into what a checkpoint can hold.
+    """Make what is `held` by `names` into what a checkpoint can hold.
 
     Returns:
-        an entry for each, and the names of those that a checkpoint cannot hold. References to what the run
-        trains are neither.
+        an entry for each, and the names of those that a checkpoint cannot hold. References to what is `live`
+        are neither.
     """
-    model = context.model
-    parts_of_model = [*model.modules(), *model.parameters()] if isinstance(model, nn.Module) else [model]
-    live = {id(part) for part in (callback, context, context.optimizer, *parts_of_model)}
     found, lost = {}, []
     for name in names:
         try:
-            entry = _entry(vars(callback)[name], live)
+            entry = _entry(held[name], live.keys())
         except UserError:
             lost.append(name)
             continue
@@ -49,36 +90,76 @@ def save_attributes(
     return found, lost
 
 
-def restore_attributes(holder: Any, saved: Mapping[str, Any], callback: Any, context: Context) -> None:
-    """Give `callback`, or an object that it holds, the attributes that `save_attributes` found. Values, lists
-    and dicts are filled in place. An object that the callback makes while training is made here as a copy of
-    the model, if it was one. Collective for callbacks on all ranks.
+def restore_attributes(
+    held: MutableMapping[str, Any],
+    saved: Mapping[str, Any],
+    owner: str,
+    device: str,
+    make: Callable[[], Any] | None = None,
+) -> None:
+    """Let the attributes or variables `held` have the values that `save_attributes` found. Values, lists and
+    dicts are filled in place.
+
+    Args:
+        owner: whose they are, for messages.
+        device: where tensors are put that were on one.
+        make: returns an object that is made while training. Collective.
 
     Raises:
         UserError: an object can be made in no known way.
     """
     for name, entry in saved.items():
-        own: Any = getattr(holder, name, None)
+        own: Any = held.get(name)
         value = entry["value"]
-        value = _moved(value, context.world.device) if entry["on_device"] else value
-        if entry["kind"] == "value":
-            refill(vars(holder), {name: value})
+        value = _moved(value, device) if entry["on_device"] else value
+        if entry["kind"] == "value" and isinstance(value, Tensor) and getattr(held, "replaces", False):
+            held[name] = value
+        elif entry["kind"] == "value":
+            refill(held, {name: value})
         elif entry["kind"] == "parts" and is_plain(own):
-            restore_attributes(own, value, callback, context)
+            restore_attributes(vars(own), value, owner, device, make)
         else:
-            if not hasattr(own, "load_state_dict") and entry["kind"] == "state":
-                own = _copy_of_model(callback, context)
-            try:
-                own.load_state_dict(value)
-            except (RuntimeError, ValueError, KeyError, AttributeError) as error:
-                raise UserError(
-                    f"{type(callback).__name__}.{name} cannot be restored: it is made while training, and is"
-                    " no copy of the model",
-                    field="callbacks",
-                    got=type(callback).__name__,
-                    remedy="Make it in __init__, or give the callback state_dict and load_state_dict",
-                ) from error
-            setattr(holder, name, own)
+            held[name] = _restored(own, entry["kind"], value, make, f"{owner}.{name}")
+
+
+def _restored(own: Any, kind: str, value: Any, make: Callable[[], Any] | None, name: str) -> Any:
+    """Return `own` with a state, or what has been made for it."""
+    try:
+        if kind == "generator":
+            next(write for of, (_, write) in _GENERATORS.items() if isinstance(own, of))(own, value)
+            return own
+        if kind == "member":
+            return type(own)[value]
+        if kind == "state" and not hasattr(own, "load_state_dict") and make is not None:
+            own = make()
+        own.load_state_dict(value)
+        return own
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError, StopIteration) as error:
+        raise UserError(
+            f"{name} cannot be restored: it is made while training, and is no copy of the model",
+            field="resume_from_checkpoint",
+            got=type(own).__name__,
+            remedy="Make it in __init__, or give its owner, if a callback, state_dict and load_state_dict",
+        ) from error
+
+
+def is_data(value: Any, largest: int | None = None, depth: int = 0) -> bool:
+    """True if `value` is of a kind that a checkpoint can hold, and no result of a forward pass.
+
+    Args:
+        largest: bytes that a tensor or an array may have.
+    """
+    if isinstance(value, (Tensor, np.ndarray)):
+        small = largest is None or value.nbytes < largest
+        return small and getattr(value, "grad_fn", None) is None
+    if type(value) in _PLAIN or isinstance(value, (Enum, np.generic, *_GENERATORS)):
+        return True
+    if depth == _MAX_DEPTH or not (type(value) in _CONTAINERS or is_plain(value)):
+        return False
+    held = value if type(value) in _CONTAINERS else vars(value)
+    return all(
+        is_data(part, largest, depth + 1) for part in (held.values() if isinstance(held, dict) else held)
+    )
 
 
 def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
@@ -86,8 +167,12 @@ def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
     parts = value.modules() if isinstance(value, nn.Module) else _parts(value)
     if type(value).__module__.startswith(_OWN) or any(id(part) in around for part in parts):
         return None
-    content = value
-    if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    content, state = value, _state_of_generator(value)
+    if state is not None:
+        kind, content = "generator", state
+    elif isinstance(value, Enum):
+        kind, content = "member", value.name
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         kind, content = "state", value.state_dict()
     elif is_plain(value):
         entries = {name: _entry(part, {*around, id(value)}) for name, part in vars(value).items()}
@@ -97,27 +182,62 @@ def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
         kind = "value"
     encode(content)
     on_device = any(isinstance(part, Tensor) and not part.is_cpu for part in _parts(content))
-    return {"kind": kind, "on_device": on_device, "value": copy.deepcopy(content)}
+    return {"kind": kind, "on_device": on_device, "value": _copied(content)}
 
 
-def _copy_of_model(callback: Any, context: Context) -> Any:
-    if callback.all_ranks or context.world.size == 1:
+def _copied(value: Any) -> Any:
+    """A deep copy, also of tensors inside a graph."""
+    graph = [part for part in _parts(value) if isinstance(part, Tensor)]
+    return copy.deepcopy(value, {id(part): part.detach().clone() for part in graph})
+
+
+def copy_of_model(all_ranks: bool, context: Context) -> Any:
+    """A copy of the model, whole if all ranks make it."""
+    if all_ranks or context.world.size == 1:
         with context.whole_model() as model:
             return copy.deepcopy(model)
     return copy.deepcopy(context.model)
 
 
-def _fingerprint(value: Any) -> Any:
-    if hasattr(value, "state_dict") and not isinstance(value, type):
+def _state_of_generator(value: Any) -> Any:
+    return next((read(value) for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None)
+
+
+def named_by_value(live: Mapping[int, Any]) -> Callable[[Any], str | None]:
+    """Return what names, in a digest, tensors by their values, and what is `live` or data by itself."""
+
+    def name_of(part: Any) -> str | None:
+        if id(part) in live or isinstance(part, (Dataset, DataLoader)):
+            return str(id(part))
+        if isinstance(part, Tensor):
+            return _values_of(part)
+        return str(id(part)) if type(part).__module__.startswith(_OWN) else None
+
+    return name_of
+
+
+def _fingerprint(value: Any, live: Mapping[int, Any]) -> Any:
+    state = _state_of_generator(value)
+    if state is not None:
+        value = state
+    elif type(value).state_dict is nn.Module.state_dict if isinstance(value, nn.Module) else False:
+        value = value.state_dict(keep_vars=True)
+    elif hasattr(value, "state_dict") and not isinstance(value, type):
         value = value.state_dict()
-    return digest(value, _version) or repr(value)
+    return digest(value, named_by_value(live)) or repr(value)
 
 
-def _version(part: Any) -> str | None:
-    """Return the name of a tensor, or of an object of the run, in a fingerprint."""
-    if isinstance(part, Tensor):
-        return f"{id(part)} {part.data_ptr()} {part._version}"
-    return str(id(part)) if type(part).__module__.startswith(_OWN) else None
+def _values_of(tensor: Tensor) -> str:
+    """Text that differs if the values do; of a large tensor, also if it is another one or was changed in
+    place as a whole, for which some of its elements are read."""
+    plain = local_part(tensor.detach())
+    if plain.is_meta or plain.layout is not torch.strided:
+        return f"{id(tensor)} {tensor._version}"
+    if plain.nbytes < _SAMPLED:
+        return digest_of((plain, tensor.requires_grad))
+    version = 0 if tensor.is_inference() else tensor._version
+    some = plain.flatten()[:: max(1, plain.numel() // _NUM_SAMPLES)]
+    return digest_of((some, plain.shape, plain.data_ptr(), version))
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ import io
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 __all__ = ["digest", "functions", "is_imported", "is_plain", "parts", "pickle_into", "refill"]
 
-_CAPTURED = (list, deque, dict, set, int, float, str, type(None), Tensor, np.ndarray)
+_CAPTURED = (list, deque, dict, set, int, float, str, type(None), Tensor, np.ndarray, nn.Module)
 _OWN = ("distributed", "distributed_backends", "distributed_plugins", "torch", "builtins")
 _LARGE = 2**24
 """Bytes of a captured tensor from which on it counts as data, which nothing changes."""
@@ -54,8 +55,12 @@ class _Digest(io.RawIOBase):
 def parts(holder: Any) -> MutableMapping[str, Any]:
     """Return what `holder` keeps by name: attributes of an object; variables of a function; those of the
     object of a method."""
+    if isinstance(holder, partial):
+        return parts(holder.func)
     if isinstance(holder, MethodType):
         return parts(holder.__self__)
+    if isinstance(holder, nn.Module):
+        return {}  # see `held_state.inner_holders`
     if isinstance(holder, FunctionType):
         return _Variables(holder)
     plain = hasattr(holder, "__dict__") and not isinstance(holder, (type, ModuleType))
@@ -64,7 +69,7 @@ def parts(holder: Any) -> MutableMapping[str, Any]:
 
 class _Variables(MutableMapping[str, Any]):
     """Variables of the functions around `function`, and globals that it names, as far as they hold plain
-    values, containers, small tensors or arrays."""
+    values, containers, modules, small tensors or arrays."""
 
     def __init__(self, function: FunctionType) -> None:
         self._globals = function.__globals__
@@ -88,7 +93,7 @@ class _Variables(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._cells:
             self._cells[name].cell_contents = value
-        else:
+        elif name in self._variables:
             self._globals[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -145,9 +150,11 @@ def _fill(own: Any, value: Any, done: set[int]) -> bool:
     """Let the object `own` hold what `value` does; False if it cannot."""
     if own is value:
         return True
+    if isinstance(own, Tensor) and isinstance(value, Tensor):
+        return _fill_array(own, value)
     if type(own) is not type(value) and not (isinstance(own, dict) and type(value) is dict):
         return False
-    if isinstance(own, (Tensor, np.ndarray)):
+    if isinstance(own, np.ndarray):
         return _fill_array(own, value)
     if id(own) in done:
         return True
@@ -162,7 +169,9 @@ def _fill(own: Any, value: Any, done: set[int]) -> bool:
         own.clear()
         own.update(held) if isinstance(own, set) else own.extend(held)
         return True
-    if isinstance(own, (FunctionType, MethodType)):
+    if isinstance(own, MethodType):
+        return _fill(own.__self__, value.__self__, done)
+    if isinstance(own, FunctionType):
         refill(parts(own), parts(value), done)
         return True
     if isinstance(own, nn.Module) or is_plain(own):

@@ -30,7 +30,8 @@ class Snapshot:
 
     Attributes:
         common: equal on all ranks: ``progress``, ``order`` of the samples, ``batch``, ``scheduler``,
-            ``lineage``, ``frozen``, ``hyperparameters`` and rank 0's ``callbacks``.
+            ``lineage``, ``frozen``, ``hyperparameters``, and rank 0's ``callbacks`` and what other objects
+            have ``held``.
         rank: of this rank: ``rng``, ``records`` and ``stream``.
     """
 
@@ -123,6 +124,7 @@ class TrainState:
                 "frozen": self.frozen_at_start,
                 "hyperparameters": self.hyperparameters,
                 "callbacks": self.callbacks.states(),
+                "held": self.callbacks.held_state(),
                 "model_axes": self.model_axes,
             },
             {
@@ -148,6 +150,7 @@ class TrainState:
             self.frozen_at_start |= common.get("frozen") or {}
         self.schedule.load_state_dict(common.get("scheduler"))
         self.callbacks.restore(common.get("callbacks", []))
+        self.callbacks.restore_held(common.get("held", {}))
         if self.feed is not None:
             inside = self.progress.epoch if self.progress.samples else None
             self.feed.continue_order(common.get("order", BEFORE_ORDERS), inside)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from distributed.checkpoint.optimizer_state import kept_beside
 from distributed.checkpoint.torch_state import (
     export_replicated,
     import_replicated,
@@ -82,13 +83,14 @@ class TorchFramework(Framework):
         import_replicated(reader, model, optimizer)
 
     def digest(self, value: Any) -> str:
-        return digest_of(value.state_dict())
+        beside = [tensor for _, _, pairs in kept_beside(value) for _, tensor in pairs]
+        return digest_of((value.state_dict(), beside))
 
     def state_of(self, model: Any, optimizer: Any) -> BackendState:
         return export_replicated(model, optimizer, None, 0, 1)
 
     def has_history(self, optimizer: Any) -> bool:
-        return optimizer is not None and len(optimizer.state) > 0
+        return optimizer is not None and (len(optimizer.state) > 0 or any(kept_beside(optimizer)))
 
     @contextmanager
     def without_history(self, optimizer: Any) -> Iterator[None]:

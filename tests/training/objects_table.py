@@ -53,10 +53,24 @@ class Sets(Callback):
     def on_step_end(self, context: Context) -> None:
         if context.progress.step == 1:
             context.optimizer.param_groups[0]["lr"] = self.rate
+            context.model[2].p = 0.5
         self.seen[0] += 1
         self.seen[1:] = [rank()]
         if look is not None and context.progress.step == 6:
             look()
+
+
+class Decays(torch.optim.Adam):
+    """Counts its steps, and sets a decay."""
+
+    def __init__(self, parameters: Any, rate: float) -> None:
+        super().__init__(parameters, rate)
+        self.decay, self.num_steps = 0.0, 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        self.param_groups[0]["weight_decay"] = self.decay
+        super().step()
 
 
 look: Callable[[], None] | None = None
@@ -76,7 +90,7 @@ class Script:
         norm = nn.BatchNorm1d(4).eval()
         layers = [nn.Linear(3, 4), norm, nn.Dropout(0.25), nn.Linear(4, 1)]
         self.model = nn.Sequential(*layers).double()
-        self.optimizer = torch.optim.Adam(self.model.parameters(), 0.02)
+        self.optimizer = Decays(self.model.parameters(), 0.02)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
         self.loss, self.callback = Loss(), Sets()
         self.generator = torch.Generator().manual_seed(5)
@@ -98,6 +112,7 @@ class Script:
             {
                 "weights and buffers of the model": self.model.state_dict(),
                 "moments, steps and rates of the optimizer": self.optimizer.state_dict(),
+                "attributes of modules and of the optimizer": (self.model[2].p, self.optimizer.num_steps),
                 "the scheduler": self.scheduler.state_dict(),
                 "attributes of the loss": vars(self.loss),
                 "attributes of callbacks": vars(self.callback),
@@ -117,6 +132,8 @@ class Script:
             self.optimizer.step()
             self.model.load_state_dict(weights)
             assert rates == [group["lr"] for group in self.optimizer.param_groups]
+        elif row == "attributes of modules and of the optimizer":
+            self.model[2].p, self.optimizer.decay = 0.0, 0.1
         elif row == "the scheduler":
             self.scheduler.gamma = 0.1
         elif row == "attributes of the loss":
