@@ -373,7 +373,6 @@ def fit(model: Any, setting: str, pool: RankPool, **given: Any) -> nn.Module:
         model,
         ranks,
         pool if ranks > 1 else None,
-        backend="pytorch-ddp" if ranks > 1 else "serial",
         optimizer=lambda m: torch.optim.SGD(
             [p for p in m.parameters() if p.requires_grad], lr=0.3, momentum=0.9
         ),
@@ -467,3 +466,9 @@ def test_the_search_leaves_everything_as_it_was(rank_pool: RankPool, tmp_path: P
     assert model.calls == oracle.calls
     assert torch.equal(model.generator.get_state(), oracle.generator.get_state())
     assert model.array_generator.bit_generator.state == oracle.array_generator.bit_generator.state
+
+
+@pytest.mark.parametrize("kind", [Momentum, Assigned, Data])
+def test_weights_that_shards_would_lose_are_refused(kind: Any, rank_pool: RankPool) -> None:
+    with pytest.raises(UserError, match=r"'encoder\.0\.weight' was changed outside the optimizer"):
+        fit(kind(), "pytorch-ddp", rank_pool, backend="fsdp")

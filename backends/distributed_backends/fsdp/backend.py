@@ -71,6 +71,7 @@ class FSDPBackend(MeshBackend):
         self._units: list[nn.Module] = []
         self._gradient_reduction = Reduction()
         self._order: GatherOrder | None = None
+        self._watched: list[Any] = []
         self._experts: GradientReducer | None = None
         self._copies_reducer: GradientReducer | None = None
 
@@ -121,6 +122,7 @@ class FSDPBackend(MeshBackend):
         use = GradientUse(self, self._sharded.parameters, may_differ=True, group=group)
         self._gradient_reduction.watch(self._sharded, use)
         self._order = GatherOrder(self, self._sharded.units, self.config.hang_timeout, group)
+        self._watched = self._sharded.watch()
         return model
 
     def offload_optimizer(self) -> None:
@@ -210,6 +212,8 @@ class FSDPBackend(MeshBackend):
 
     def run_window(self, window: Window) -> tuple[Any, Any]:
         seen = super().run_window(window)
+        while self._watched:
+            self._watched.pop().remove()
         if self._sharded is not None and self.mesh is not None:
             self._gradient_reduction.end_window()
             self._sharded.average_replicated(self.mesh.dims.size(*self._gradient_reduction.axes_after))

@@ -17,11 +17,15 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.utils.hooks import RemovableHandle
 
 from distributed.errors import UserError
 from distributed.interfaces.placement import World
 from distributed.parallel.deferred_build import fill_from_rank_zero, tensors_of
 from distributed.parallel.original_model import OriginalModel
+from distributed.resilience.divergence import sum_of_bits
+from distributed.system.tensors import digest_of
 from distributed_backends.fsdp.assigned_data import AssignedData, follow_data
 from distributed_backends.fsdp.section import FSDPSection
 
@@ -113,6 +117,8 @@ class ShardedModel:
         self._before.copy_attributes()
         self.units = [module for module in self.root.modules() if isinstance(module, FSDPModule)]
         self._used = [False] * len(self.parameters)
+        self._values: dict[Any, dict[Any, str]] = {}
+        self._changed: set[Any] = set()
         self._fill_gradients()
         self._before.let_go()
         follow_data()
@@ -138,9 +144,37 @@ class ShardedModel:
         if all(group._reshard_after_forward for group in _groups(unit)):
             unit.reshard()
 
+    def watch(self) -> list[RemovableHandle]:
+        """Let `written` notice changes by ``.data``, too, which have no version, until these are removed."""
+        return [
+            handle
+            for unit in self.units
+            for handle in (
+                unit.register_forward_pre_hook(self._note_values),
+                unit.register_forward_hook(self._compare_values, prepend=True),  # before it reshards
+            )
+        ]
+
+    def _note_values(self, unit: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the compiled graph would keep the hook
+        parts = [part for group in _groups(unit) for part in group.fsdp_params]
+        gathered = [part for part in parts if part.sharded_state == ShardedState.UNSHARDED]
+        self._values[unit] = {part: digest_of(sum_of_bits(part._unsharded_param)) for part in gathered}
+
+    def _compare_values(self, unit: Any, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        before = self._values.pop(unit, {})
+        self._note_values(unit)
+        now = self._values.pop(unit)
+        self._changed |= {part for part in before.keys() & now.keys() if before[part] != now[part]}
+
     def written(self) -> str | None:
         """Name of a parameter whose gathered values were changed in place, which resharding discards."""
         for part in self._gathered():
+            if part in self._changed:
+                return next(n for n, p in self.parameters.items() if p is part.sharded_param)
             # torch preserves the version when it gathers again.
             if getattr(part, "_unsharded_param", None) is not None and part._unsharded_param._version:
                 return next(n for n, p in self.parameters.items() if p is part.sharded_param)
