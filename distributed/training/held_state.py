@@ -228,14 +228,23 @@ class HeldState:
     def begin(self) -> None:
         """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
         self._when_begun = self._fingerprints()
-        optimizer = self._loop.optimizer
-        if isinstance(self._loop.model, nn.Module) and hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer, inside = self._loop.optimizer, [0]
+        if not isinstance(self._loop.model, nn.Module) or not hasattr(
+            optimizer, "_optimizer_step_post_hooks"
+        ):
+            return
 
-            def check(*_: Any) -> None:
-                handle.remove()
+        def enter(*_: Any) -> None:
+            inside[0] += 1
+
+        def leave(*_: Any) -> None:
+            inside[0] -= 1
+            if not inside[0]:  # a step calls hooks again where it calls that of a base class
+                for handle in handles:
+                    handle.remove()
                 self._refuse_parts()
 
-            handle = optimizer.register_step_post_hook(check)
+        handles = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
 
     def changed(self) -> dict[str, list[str]]:
         """Names of what training has changed, by holder."""
