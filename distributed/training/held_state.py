@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from functools import cache
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,6 @@ from distributed.interfaces.task import Task
 from distributed.training.callback_state import fingerprint, is_data, restore_attributes, save_attributes
 from distributed.training.loss_parameters import has_parameters
 from distributed.training.refilling import functions, parts
-
-if TYPE_CHECKING:
-    from distributed.training.loop import TrainingLoop
 
 __all__ = ["HeldState", "given_holders", "inner_holders", "shared"]
 
@@ -152,12 +149,11 @@ class HeldState:
     """What the objects of a run held when it began, and what training has changed since.
 
     Args:
-        loop: the run, whose model is not placed yet.
+        loop: a `TrainingLoop`, whose model is not placed yet.
     """
 
     def __init__(self, loop: Any) -> None:
-        self._loop: TrainingLoop = loop
-        task = self._loop.task
+        self._loop, task = loop, loop.task
         self._functions = [
             (name, holder)
             for name, holder in given_holders(task)
@@ -228,14 +224,23 @@ class HeldState:
     def begin(self) -> None:
         """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
         self._when_begun = self._fingerprints()
-        optimizer = self._loop.optimizer
-        if isinstance(self._loop.model, nn.Module) and hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer, inside = self._loop.optimizer, [0]
+        if not isinstance(self._loop.model, nn.Module) or not hasattr(
+            optimizer, "_optimizer_step_post_hooks"
+        ):
+            return
 
-            def check(*_: Any) -> None:
-                handle.remove()
+        def enter(*_: Any) -> None:
+            inside[0] += 1
+
+        def leave(*_: Any) -> None:
+            inside[0] -= 1
+            if not inside[0]:  # a step calls hooks again where it calls that of a base class
+                for handle in handles:
+                    handle.remove()
                 self._refuse_parts()
 
-            handle = optimizer.register_step_post_hook(check)
+        handles = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
 
     def changed(self) -> dict[str, list[str]]:
         """Names of what training has changed, by holder."""
