@@ -236,8 +236,8 @@ class DistributedConfig(BaseModel):
     carried_state: Literal["exact", "per_rank"] = Field(
         "exact",
         description="State that a model carries from one forward pass to the next, such as a hidden state or"
-        " a queue. exact: refuse it where a step has several micro-batches or ranks, or a checkpoint would"
-        " leave it out; per_rank: each rank carries the state of its own micro-batches.",
+        " a queue. exact: refuse it where a step has several micro-batches or ranks; per_rank:"
+        " each rank carries the state of its own micro-batches.",
     )
 
     # ZeRO

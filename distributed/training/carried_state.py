@@ -59,14 +59,11 @@ class CarriedState:
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
         self._held: dict[int, tuple[str, Any, Any]] = {}
         self.values: dict[str, str] = {}
-        self.saved: set[str] = set()
         self.fixed: set[str] = set()
         self.iterators: list[str] = []
         self._walk("", model, inside=True)
-        attributes = set(self.values)
         for name, part in loss.items():
             self._walk(name, part, inside=False)
-        self.saved |= self.values.keys() - attributes
         self._statistics = Buffers(model)
 
     def changed(self, now: CarriedState) -> list[str]:
@@ -150,7 +147,6 @@ class CarriedState:
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
         self._held[id(module._buffers)] = path, module._buffers, dict(module._buffers)
         for name, buffer in module._buffers.items():
-            self.saved.add(_join(path, name))
             self._walk(_join(path, name), buffer, True, not is_norm)
         hooks = {**module._forward_pre_hooks, **module._forward_hooks}
         for parts in (module._parameters, module._modules, hooks, _attributes(module)):
@@ -195,7 +191,7 @@ class StateWatch:
     def __init__(self, backend: Any, several: bool) -> None:
         config = backend.config
         self._backend, self._several = backend, several
-        self.is_on = config.chooses_batch or several or config.checkpoint_dir is not None
+        self.is_on = config.chooses_batch or several
         self._step, self._next, self._num_samples = 0, 1, 0
 
     def state(self, whole: bool = False) -> CarriedState:
@@ -225,18 +221,12 @@ class StateWatch:
         exact = config.carried_state == "exact" and self._backend.world.model_parallel_size == 1
         now = self.state()
         found = first.changed(now)
-        is_found = exact and self._on_any(bool(found))
+        is_found = exact and self._several and self._on_any(bool(found))
         if is_found:
-            fixed, saved = first.fixed | now.fixed, first.saved | now.saved
-            loss = self._loss_of(window)
-            if self._several:
-                found = self._differing(found, now, window)
-                written = [name for name in found if name in fixed]
-                if self._on_any(bool(written)) or self._matters(first, found, loss):
-                    _refuse(written or first.iterators or found, several=True)
-            unsaved = [name for name in first.changed(now) if name not in fixed | saved]
-            if config.checkpoint_dir is not None and self._matters(first, unsaved, loss):
-                _refuse(first.iterators or unsaved, several=False)
+            found = self._differing(found, now, window)
+            written = [name for name in found if name in first.fixed | now.fixed]
+            if self._on_any(bool(written)) or self._matters(first, found, self._loss_of(window)):
+                _refuse(written or first.iterators or found)
         if self._several and step == 1 and self._backend.world.rank == 0:
             warn_of_changes([name for name in buffers if name in found])
         self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
@@ -288,21 +278,17 @@ class StateWatch:
         return loss
 
 
-def _refuse(names: list[str], several: bool) -> NoReturn:
+def _refuse(names: list[str]) -> NoReturn:
     names = names or ["on another rank"]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    where = "a step has several micro-batches" if several else "checkpoints leave attributes out"
     raise UserError(
         f"the model or its loss carries state from one forward pass to the next ('{names[0]}'{more}), on"
-        f" which the loss depends, and {where}",
+        " which the loss depends, and a step has several micro-batches",
         field="carried_state",
         got="exact",
-        allowed="exact for buffers, on one rank without gradient accumulation; per_rank",
+        allowed="exact on one rank without gradient accumulation; per_rank",
         remedy="Train so (num_processes=1, gradient_accumulation_steps=1), or set carried_state=per_rank:"
-        " each rank carries the state of its own micro-batches, which depends on their number"
-        if several
-        else "Make it a buffer (register_buffer), or set carried_state=per_rank: a resumed run begins without"
-        " it",
+        " each rank carries the state of its own micro-batches, which depends on their number",
     )
 
 

@@ -18,7 +18,7 @@ __all__ = ["EvaluationMixin"]
 
 
 class EvaluationMixin:
-    """Evaluates windows without gradients, unless they are needed, and without a trace in what the model holds.
+    """Evaluates windows without gradients, unless they are needed, and without a trace in what a model holds.
 
     Attributes:
         module: the model.
