@@ -91,6 +91,11 @@ class CallbackRunner:
         if self.held is not None:
             self.held.begin()
 
+    def check_first_step(self) -> None:
+        """Check, after the first step, what the optimizer keeps."""
+        if self.held is not None:
+            self.held.check_first_step()
+
     def guard(self, settings: SharedSettings | None) -> None:
         """Refuse, from now on, a callback that changes one of `settings` where ranks would not all follow."""
         self._guarded = settings

@@ -34,7 +34,8 @@ from distributed.training.forward_state import Buffers, refuse_changes, warn_of_
 __all__ = ["CarriedState", "StateWatch"]
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_CLOSED = {"torch", "distributed", "distributed_backends", "distributed_plugins", *sys.stdlib_module_names}
+_OURS = ("distributed", "distributed_backends", "distributed_plugins")
+_CLOSED = {"torch", "deepspeed", "horovod", "ray", *_OURS, *sys.stdlib_module_names}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _GENERATORS = (torch.Generator, Random, np.random.RandomState, np.random.Generator)
 _LARGE, _MANY = 2**24, 10**5
@@ -193,6 +194,7 @@ class StateWatch:
         self._backend, self._several = backend, several
         self.is_on = config.chooses_batch or several
         self._step, self._next, self._num_samples = 0, 1, 0
+        self._batch: tuple[Any, int] = (None, 0)
 
     def state(self, whole: bool = False) -> CarriedState:
         """The state now."""
@@ -205,7 +207,11 @@ class StateWatch:
         self._step += 1
         # A last window may have no sample for some rank.
         is_due = self._step >= self._next and window.num_samples >= self._num_samples
-        return self.state() if is_due else None
+        if not is_due:
+            return None
+        batch, num_samples = window.micro_batches[0]
+        self._batch = _shallow(batch), num_samples  # a training step may empty it
+        return self.state()
 
     def check(self, first: CarriedState, window: Window) -> None:
         """Refuse state that the forward passes have changed since `first`, if the loss depends on it.
@@ -225,7 +231,7 @@ class StateWatch:
         if is_found:
             found = self._differing(found, now, window)
             written = [name for name in found if name in first.fixed | now.fixed]
-            if self._on_any(bool(written)) or self._matters(first, found, self._loss_of(window)):
+            if self._on_any(bool(written)) or self._matters(first, found, self._loss()):
                 _refuse(written or first.iterators or found)
         if self._several and step == 1 and self._backend.world.rank == 0:
             warn_of_changes([name for name in buffers if name in found])
@@ -254,21 +260,23 @@ class StateWatch:
             return flag
         return bool(self._backend.all_reduce([float(flag)])[0])
 
-    def _loss_of(self, window: Window) -> Callable[[], float]:
-        """Return what computes the loss of the first micro-batch of `window`."""
-        backend = self._backend
-        batch, num_samples = window.micro_batches[0]
+    def _loss(self) -> Callable[[], float]:
+        """Return what computes the loss of the first micro-batch."""
+        backend, (batch, num_samples) = self._backend, self._batch
         on_device = backend.to_device(batch)
+
+        def value() -> float:
+            with backend.autocast():
+                return float(backend.objective(backend.module, _shallow(on_device), num_samples)[0])
 
         def forward() -> float:
             try:
-                with torch.no_grad(), backend.autocast():
-                    return float(backend.objective(backend.module, on_device, num_samples)[0])
+                with torch.no_grad():
+                    return value()
             except RuntimeError as error:
                 if "does not require grad" not in str(error):
                     raise
-            with backend.autocast():
-                return float(backend.objective(backend.module, on_device, num_samples)[0])
+            return value()
 
         def loss() -> float:
             value = float(backend.through("carried state", forward))
@@ -290,6 +298,10 @@ def _refuse(names: list[str]) -> NoReturn:
         remedy="Train so (num_processes=1, gradient_accumulation_steps=1), or set carried_state=per_rank:"
         " each rank carries the state of its own micro-batches, which depends on their number",
     )
+
+
+def _shallow(batch: Any) -> Any:
+    return batch.copy() if isinstance(batch, (dict, list)) else batch
 
 
 def _concerns(names: Collection[str] | None, path: str, name: str) -> bool:

@@ -222,25 +222,18 @@ class HeldState:
         return {name: held.attributes for name, held in holders if isinstance(held, _Attributes)}
 
     def begin(self) -> None:
-        """Note what a resumed run sets again by itself, and check the optimizer after its first step."""
-        self._when_begun = self._fingerprints()
-        optimizer, inside = self._loop.optimizer, [0]
-        if not isinstance(self._loop.model, nn.Module) or not hasattr(
-            optimizer, "_optimizer_step_post_hooks"
-        ):
-            return
+        """Note what a resumed run sets again by itself."""
+        self._when_begun, self._has_stepped = self._fingerprints(), False
 
-        def enter(*_: Any) -> None:
-            inside[0] += 1
+    def check_first_step(self) -> None:
+        """Check, after the first step, what the optimizer keeps.
 
-        def leave(*_: Any) -> None:
-            inside[0] -= 1
-            if not inside[0]:  # a step calls hooks again where it calls that of a base class
-                for handle in handles:
-                    handle.remove()
-                self._refuse_parts()
-
-        handles = [optimizer.register_step_pre_hook(enter), optimizer.register_step_post_hook(leave)]
+        Raises:
+            UserError: parts of tensors that would be lost.
+        """
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._refuse_parts()
 
     def changed(self) -> dict[str, list[str]]:
         """Names of what training has changed, by holder."""
@@ -295,6 +288,8 @@ class HeldState:
         """Raise a UserError for an optimizer with a tensor of each parameter outside of its state, where
         each rank has a part of it."""
         optimizer, model = self._loop.optimizer, self._loop.model
+        if not isinstance(model, nn.Module):
+            return
         whole = set(map(id, model.parameters()))
         held = [p for group in optimizer.param_groups for p in group["params"]]
         if all(id(p) in whole and not is_sharded(p) for p in held):

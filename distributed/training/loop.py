@@ -279,6 +279,7 @@ class TrainingLoop(CheckpointingMixin, TrackingMixin, Context):
         """Whatever is due after an optimizer step: callbacks, log, signals, checkpoint."""
         save_every, timers = self.config.checkpoint.every_n_steps, self.timers
         self.records.add(record)
+        self.callbacks.check_first_step()
         if self.callbacks.on_step:
             self.callbacks.notify("on_step_end")
         if record.logged:

@@ -46,6 +46,8 @@ def fingerprint(value: Any) -> Any:
         return kind, [(fingerprint(k), fingerprint(v)) for k, v in value.items()]
     if isinstance(value, set | frozenset):
         return kind, sorted(map(repr, map(fingerprint, value)))
+    if isinstance(value, deque):
+        return kind, value.maxlen, [fingerprint(item) for item in value]
     if isinstance(value, list | tuple):
         return kind, [fingerprint(item) for item in value]
     return kind, repr(value)

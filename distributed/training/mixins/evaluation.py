@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distributed.interfaces.backend import Window
-from distributed.training.carried_state import CarriedState
+from distributed.training.forward_state import Buffers
 from distributed.training.objective import Objective
 from distributed.training.placeholders import Untouched, stand_in
 
@@ -18,7 +18,7 @@ __all__ = ["EvaluationMixin"]
 
 
 class EvaluationMixin:
-    """Evaluates windows without gradients, unless they are needed, and without a trace in what a model holds.
+    """Evaluates windows without gradients, unless they are needed, and without a trace in buffers.
 
     Attributes:
         module: the model.
@@ -33,9 +33,9 @@ class EvaluationMixin:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        before = CarriedState(self.module, {})
+        before = Buffers(self.module)
         yield
-        before.put()
+        before.restore_values()
 
     def evaluate_window(self, window: Window) -> dict[str, tuple[Any, Any]]:
         found: dict[str, tuple[Any, Any]] = {}
