@@ -30,10 +30,10 @@ from distributed.interfaces.backend import Window
 from distributed.resilience.divergence import sum_of_bits
 from distributed.system.tensors import assign_values, digest_of
 from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
+from distributed.training.plain_attributes import OF_MODULES
 
 __all__ = ["CarriedState", "StateWatch"]
 
-_OF_TORCH = frozenset(vars(nn.Module()))
 _OURS = ("distributed", "distributed_backends", "distributed_plugins")
 _CLOSED = {"torch", "deepspeed", "horovod", "ray", *_OURS, *sys.stdlib_module_names}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
@@ -347,7 +347,7 @@ def _is_written(value: Any) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    return {name: value for name, value in vars(module).items() if name not in OF_MODULES}
 
 
 def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -430,7 +430,7 @@ def _put(value: Any, content: Any, concerns: Callable[[str], bool]) -> None:
             value.clear()
             value.update(content) if isinstance(value, set) else value.extend(content)
     elif isinstance(value, nn.Module):
-        _fill(vars(value), content, lambda name: name not in _OF_TORCH and concerns(name))
+        _fill(vars(value), content, lambda name: name not in OF_MODULES and concerns(name))
 
 
 def _put_tensor(tensor: Tensor, alias: Tensor, values: Tensor) -> None:

@@ -20,6 +20,7 @@ from distributed.errors import UserError
 from distributed.interfaces.task import Task
 from distributed.training.callback_state import fingerprint, is_data, restore_attributes, save_attributes
 from distributed.training.loss_parameters import has_parameters
+from distributed.training.plain_attributes import OF_MODULES
 from distributed.training.refilling import functions, parts
 
 __all__ = ["HeldState", "given_holders", "inner_holders", "shared"]
@@ -30,7 +31,6 @@ _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
 )
-_OF_MODULES = frozenset(vars(nn.Module()))
 _FLAGS = "requires_grad"
 _SMALL = 2**20
 """Bytes of a tensor in an attribute of a module from which on it counts as a result, which nothing reads."""
@@ -107,7 +107,7 @@ class _Attributes(MutableMapping[str, Any]):
     def __init__(self, holder: Any) -> None:
         self.attributes, self.replaces = vars(holder), isinstance(holder, nn.Module)
         beside = () if self.replaces else (name for name, _, _ in kept_beside(holder))  # saved with its state
-        self._left_out = (_OF_MODULES if self.replaces else _of_optimizers()).union(beside)
+        self._left_out = (OF_MODULES if self.replaces else _of_optimizers()).union(beside)
         self._largest = _SMALL if self.replaces else None
 
     def __iter__(self) -> Iterator[str]:

@@ -7,9 +7,13 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["PARTS", "plain_attributes"]
+__all__ = ["OF_MODULES", "PARTS", "plain_attributes"]
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_OF_ENGINES = ("ds_grads_remaining", "applied_pre_backward_ref_cnt")
+"""Counters that engines keep in a model's modules (DeepSpeed 0.19)."""
+OF_MODULES = frozenset([*vars(nn.Module()), *_OF_ENGINES])
+"""Attributes of modules that are not a script's."""
+_LEFT_OUT = OF_MODULES - {"training"}
 PARTS = "the parts"
 _SHORT = 256
 """Longer lists are data, which would take too long to compare around each event."""
@@ -26,7 +30,7 @@ def plain_attributes(holders: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     for name, holder in holders:
         is_module = isinstance(holder, nn.Module)
         for attribute, value in vars(holder).items():
-            if _is_plain(value) and not (is_module and attribute in _OF_TORCH):
+            if _is_plain(value) and not (is_module and attribute in _LEFT_OUT):
                 found[f"'{attribute}' of {name}"] = list(value) if isinstance(value, list) else value
         if is_module:
             found[f"{PARTS} of {name}"] = list(map(id, holder._modules.values()))
