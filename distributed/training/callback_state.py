@@ -4,7 +4,6 @@ variables, as data that a checkpoint can hold."""
 from __future__ import annotations
 
 import copy
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from enum import Enum
@@ -20,7 +19,14 @@ from distributed.checkpoint.dtensor import local_part
 from distributed.errors import UserError
 from distributed.interfaces.callback import Context
 from distributed.system.tensors import digest_of
-from distributed.training.refilling import digest, is_plain, refill
+from distributed.training.refilling import (
+    GENERATORS,
+    digest,
+    is_plain,
+    random_state,
+    refill,
+    set_random_state,
+)
 
 __all__ = [
     "ATTRIBUTES",
@@ -41,15 +47,6 @@ _SAMPLED = 2**20
 """Bytes of a tensor from which on not all elements are read to see if it has changed."""
 _NUM_SAMPLES = 2**16
 _MAX_DEPTH = 8
-_GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
-    random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
-    np.random.Generator: (
-        lambda own: own.bit_generator.state,
-        lambda own, state: setattr(own.bit_generator, "state", state),
-    ),
-    np.random.RandomState: (lambda own: own.get_state(legacy=False), lambda own, state: own.set_state(state)),
-    torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
-}
 """Kind of generator -> functions that read and write its state."""
 
 
@@ -126,7 +123,7 @@ def _restored(own: Any, kind: str, value: Any, make: Callable[[], Any] | None, n
     """Return `own` with a state, or what has been made for it."""
     try:
         if kind == "generator":
-            next(write for of, (_, write) in _GENERATORS.items() if isinstance(own, of))(own, value)
+            set_random_state(own, value)
             return own
         if kind == "member":
             return type(own)[value]
@@ -152,7 +149,7 @@ def is_data(value: Any, largest: int | None = None, depth: int = 0) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         small = largest is None or value.nbytes < largest
         return small and getattr(value, "grad_fn", None) is None
-    if type(value) in _PLAIN or isinstance(value, (Enum, np.generic, *_GENERATORS)):
+    if type(value) in _PLAIN or isinstance(value, (Enum, np.generic, *GENERATORS)):
         return True
     if depth == _MAX_DEPTH or not (type(value) in _CONTAINERS or is_plain(value)):
         return False
@@ -167,7 +164,7 @@ def _entry(value: Any, around: Collection[int]) -> dict[str, Any] | None:
     parts = value.modules() if isinstance(value, nn.Module) else _parts(value)
     if type(value).__module__.startswith(_OWN) or any(id(part) in around for part in parts):
         return None
-    content, state = value, _state_of_generator(value)
+    content, state = value, random_state(value)
     if state is not None:
         kind, content = "generator", state
     elif isinstance(value, Enum):
@@ -199,10 +196,6 @@ def copy_of_model(all_ranks: bool, context: Context) -> Any:
     return copy.deepcopy(context.model)
 
 
-def _state_of_generator(value: Any) -> Any:
-    return next((read(value) for kind, (read, _) in _GENERATORS.items() if isinstance(value, kind)), None)
-
-
 def named_by_value(live: Mapping[int, Any]) -> Callable[[Any], str | None]:
     """Return what names, in a digest, tensors by their values, and what is `live` or data by itself."""
 
@@ -217,7 +210,7 @@ def named_by_value(live: Mapping[int, Any]) -> Callable[[Any], str | None]:
 
 
 def _fingerprint(value: Any, live: Mapping[int, Any]) -> Any:
-    state = _state_of_generator(value)
+    state = random_state(value)
     if state is not None:
         value = state
     elif type(value).state_dict is nn.Module.state_dict if isinstance(value, nn.Module) else False:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from io import IOBase
 from operator import length_hint
-from random import Random
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NoReturn
 
@@ -31,13 +30,13 @@ from distributed.resilience.divergence import sum_of_bits
 from distributed.system.tensors import assign_values, digest_of
 from distributed.training.forward_state import Buffers, refuse_changes, warn_of_changes
 from distributed.training.plain_attributes import OF_MODULES
+from distributed.training.refilling import GENERATORS, random_state, set_cell, set_random_state
 
 __all__ = ["CarriedState", "StateWatch"]
 
 _OURS = ("distributed", "distributed_backends", "distributed_plugins")
 _CLOSED = {"torch", "deepspeed", "horovod", "ray", *_OURS, *sys.stdlib_module_names}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-_GENERATORS = (torch.Generator, Random, np.random.RandomState, np.random.Generator)
 _LARGE, _MANY = 2**24, 10**5
 """Bytes and elements from which on something outside a module counts as data, which nothing changes."""
 _OFTEN = 16
@@ -58,7 +57,7 @@ class CarriedState:
     def __init__(self, model: nn.Module, loss: Mapping[str, Any], whole: bool = False) -> None:
         self._model, self._loss, self._whole = model, loss, whole
         self._trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-        self._held: dict[int, tuple[str, Any, Any]] = {}
+        self._held_values: dict[int, tuple[str, Any, Any]] = {}
         self.values: dict[str, str] = {}
         self.fixed: set[str] = set()
         self.iterators: list[str] = []
@@ -108,7 +107,7 @@ class CarriedState:
     def put(self, names: Collection[str] | None = None) -> None:
         """Give everything, or what `names` names, its values of this moment."""
         around = None if names is None else {part for name in names for part in _prefixes(name)}
-        for path, value, content in self._held.values():
+        for path, value, content in self._held_values.values():
             if content is not None and (around is None or path in around):
                 _put(value, content, partial(_concerns, around, path))
 
@@ -128,12 +127,12 @@ class CarriedState:
             self.values[path] = _position(value)
             return
         inside = inside or isinstance(value, nn.Module)
-        if id(value) in self._held or not (inside or _is_small(value)):
+        if id(value) in self._held_values or not (inside or _is_small(value)):
             return
         if isinstance(value, Tensor):
             self._hold_tensor(path, value, compared)
             return
-        self._held[id(value)] = path, value, self._content(value)
+        self._held_values[id(value)] = path, value, self._content(value)
         if isinstance(value, np.ndarray):
             self.values[path] = digest_of((value.dtype, value.shape, zlib.crc32(value.tobytes())))
         elif isinstance(value, (set, frozenset)):
@@ -146,7 +145,7 @@ class CarriedState:
 
     def _walk_module(self, path: str, module: nn.Module) -> None:
         is_norm = isinstance(module, nn.modules.batchnorm._NormBase)
-        self._held[id(module._buffers)] = path, module._buffers, dict(module._buffers)
+        self._held_values[id(module._buffers)] = path, module._buffers, dict(module._buffers)
         for name, buffer in module._buffers.items():
             self._walk(_join(path, name), buffer, True, not is_norm)
         hooks = {**module._forward_pre_hooks, **module._forward_hooks}
@@ -159,7 +158,7 @@ class CarriedState:
         if _is_readable(tensor) and (self._whole or not is_weight):
             alias = local_part(tensor.data)
             content = alias, alias.clone()
-        self._held[id(tensor)] = path, tensor, content
+        self._held_values[id(tensor)] = path, tensor, content
         if not compared or id(tensor) in self._trained or not _is_readable(tensor):
             return
         if is_weight:
@@ -168,8 +167,8 @@ class CarriedState:
 
     def _content(self, value: Any) -> Any:
         """Return what `_put` needs; None for what is left alone."""
-        if isinstance(value, _GENERATORS):
-            return _random_state(value) if self._whole else None
+        if isinstance(value, tuple(GENERATORS)):
+            return random_state(value) if self._whole else None
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, nn.Module):
@@ -191,14 +190,14 @@ class StateWatch:
 
     def __init__(self, backend: Any, several: bool) -> None:
         config = backend.config
-        self._backend, self._several = backend, several
+        self._watched_rank, self._several = backend, several
         self.is_on = config.chooses_batch or several
-        self._step, self._next, self._num_samples = 0, 1, 0
-        self._batch: tuple[Any, int] = (None, 0)
+        self._step, self._next, self._most_samples = 0, 1, 0
+        self._searched_batch: tuple[Any, int] = (None, 0)
 
     def state(self, whole: bool = False) -> CarriedState:
         """The state now."""
-        return CarriedState(self._backend.module, self._backend.objective.functions, whole)
+        return CarriedState(self._watched_rank.module, self._watched_rank.objective.functions, whole)
 
     def before(self, window: Window) -> CarriedState | None:
         """The state before the forward passes of `window`, if it is to be looked at."""
@@ -206,11 +205,11 @@ class StateWatch:
             return None
         self._step += 1
         # A last window may have no sample for some rank.
-        is_due = self._step >= self._next and window.num_samples >= self._num_samples
+        is_due = self._step >= self._next and window.num_samples >= self._most_samples
         if not is_due:
             return None
         batch, num_samples = window.micro_batches[0]
-        self._batch = _shallow(batch), num_samples  # a training step may empty it
+        self._searched_batch = _shallow(batch), num_samples  # a training step may empty it
         return self.state()
 
     def check(self, first: CarriedState, window: Window) -> None:
@@ -220,11 +219,11 @@ class StateWatch:
         Raises:
             UserError: the run would not carry it as one micro-batch in one process does.
         """
-        config, step = self._backend.config, self._step
+        config, step = self._watched_rank.config, self._step
         buffers = first.changed_buffers()
         if config.chooses_batch:
             refuse_changes(buffers)
-        exact = config.carried_state == "exact" and self._backend.world.model_parallel_size == 1
+        exact = config.carried_state == "exact" and self._watched_rank.world.model_parallel_size == 1
         now = self.state()
         found = first.changed(now)
         is_found = exact and self._several and self._on_any(bool(found))
@@ -233,10 +232,10 @@ class StateWatch:
             written = [name for name in found if name in first.fixed | now.fixed]
             if self._on_any(bool(written)) or self._matters(first, found, self._loss()):
                 _refuse(written or first.iterators or found)
-        if self._several and step == 1 and self._backend.world.rank == 0:
+        if self._several and step == 1 and self._watched_rank.world.rank == 0:
             warn_of_changes([name for name in buffers if name in found])
         self._next = (step + 1 if step < _OFTEN else 2 * step) if is_found else 10 * step
-        self._num_samples = max(self._num_samples, window.num_samples)
+        self._most_samples = max(self._most_samples, window.num_samples)
 
     def _matters(self, first: CarriedState, names: list[str], loss: Callable[[], float]) -> bool:
         if not self._on_any(bool(names)):
@@ -248,21 +247,23 @@ class StateWatch:
     def _differing(self, names: list[str], now: CarriedState, window: Window) -> list[str]:
         """Return those of `names` whose values the samples or the number of micro-batches decide, the same
         on all ranks."""
-        if len(window.micro_batches) > 1 or self._backend.reads_own_parameters:
+        if len(window.micro_batches) > 1 or self._watched_rank.reads_own_parameters:
             return names  # ranks that train on their own meet at other steps
-        theirs = self._backend.broadcast_object({name: now.values.get(name) for name in names})
+        theirs = self._watched_rank.broadcast_object({name: now.values.get(name) for name in names})
         here = [now.values.get(name) != value for name, value in theirs.items()]
-        *differ, more = self._backend.all_reduce([*map(float, here), float(not theirs.keys() >= {*names})])
+        *differ, more = self._watched_rank.all_reduce(
+            [*map(float, here), float(not theirs.keys() >= {*names})]
+        )
         return [n for n, d in zip(theirs, differ, strict=True) if d] + ["on another rank"] * bool(more)
 
     def _on_any(self, flag: bool) -> bool:
-        if self._backend.reads_own_parameters:
+        if self._watched_rank.reads_own_parameters:
             return flag
-        return bool(self._backend.all_reduce([float(flag)])[0])
+        return bool(self._watched_rank.all_reduce([float(flag)])[0])
 
     def _loss(self) -> Callable[[], float]:
         """Return what computes the loss of the first micro-batch."""
-        backend, (batch, num_samples) = self._backend, self._batch
+        backend, (batch, num_samples) = self._watched_rank, self._searched_batch
         on_device = backend.to_device(batch)
 
         def value() -> float:
@@ -400,27 +401,17 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _random_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, Random) else generator.get_state()
-
-
 def _put(value: Any, content: Any, concerns: Callable[[str], bool]) -> None:
     """Let `value` hold `content` of `CarriedState`, of names as far as `concerns` is true."""
     if isinstance(value, Tensor):
         _put_tensor(value, *content)
     elif isinstance(value, np.ndarray):
         value[...] = content
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = content
-    elif isinstance(value, Random):
-        value.setstate(content)
-    elif isinstance(value, (torch.Generator, np.random.RandomState)):
-        value.set_state(content)
+    elif isinstance(value, tuple(GENERATORS)):
+        set_random_state(value, content)
     elif isinstance(value, CellType):
         for _, part in content:
-            value.cell_contents = part
+            set_cell(value, part)
     elif isinstance(value, FunctionType):
         _fill(value.__globals__, content, lambda name: name in content and concerns(name))
     elif isinstance(value, dict):

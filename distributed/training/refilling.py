@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import io
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -18,12 +19,51 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["digest", "functions", "is_imported", "is_plain", "parts", "pickle_into", "refill"]
+__all__ = [
+    "GENERATORS",
+    "digest",
+    "functions",
+    "is_imported",
+    "is_plain",
+    "parts",
+    "pickle_into",
+    "random_state",
+    "refill",
+    "set_cell",
+    "set_random_state",
+]
 
 _CAPTURED = (list, deque, dict, set, int, float, str, type(None), Tensor, np.ndarray, nn.Module)
 _OWN = ("distributed", "distributed_backends", "distributed_plugins", "torch", "builtins")
 _LARGE = 2**24
 """Bytes of a captured tensor from which on it counts as data, which nothing changes."""
+
+
+GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    random.Random: (lambda own: own.getstate(), lambda own, state: own.setstate(state)),
+    np.random.Generator: (
+        lambda own: own.bit_generator.state,
+        lambda own, state: setattr(own.bit_generator, "state", state),
+    ),
+    np.random.RandomState: (lambda own: own.get_state(legacy=False), lambda own, state: own.set_state(state)),
+    torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
+}
+"""How the state of a random number generator is read and set, by class."""
+
+
+def random_state(value: Any) -> Any:
+    """The state of a random number generator; None of something else."""
+    return next((read(value) for kind, (read, _) in GENERATORS.items() if isinstance(value, kind)), None)
+
+
+def set_random_state(generator: Any, state: Any) -> None:
+    """Give a generator what `random_state` returned."""
+    next(write for kind, (_, write) in GENERATORS.items() if isinstance(generator, kind))(generator, state)
+
+
+def set_cell(cell: CellType, value: Any) -> None:
+    """Let a variable of the function around another one hold `value`."""
+    cell.cell_contents = value
 
 
 def pickle_into(file: Any, value: Any, name_of: Callable[[Any], str | None]) -> bool:
@@ -92,7 +132,7 @@ class _Variables(MutableMapping[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name in self._cells:
-            self._cells[name].cell_contents = value
+            set_cell(self._cells[name], value)
         elif name in self._variables:
             self._globals[name] = value
 
