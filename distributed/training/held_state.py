@@ -261,10 +261,10 @@ class HeldState:
         lost = [part for part in lost if begun.get(part) != fingerprint(held[part], live, {})]
         if lost:
             logger.warning(
-                "%s of %s is of a kind that a checkpoint cannot hold: a resumed run begins without it. Keep"
-                " it as numbers, text, tensors, lists and dicts",
-                lost[0],
+                "%s.%s is of a kind that a checkpoint cannot hold: a resumed run begins without it. Keep it as"
+                " numbers, text, tensors, lists and dicts",
                 name,
+                lost[0],
             )
             self._when_begun = {}  # one warning is enough
 
