@@ -261,8 +261,8 @@ class HeldState:
         lost = [part for part in lost if begun.get(part) != fingerprint(held[part], live, {})]
         if lost:
             logger.warning(
-                "%s.%s is of a kind that a checkpoint cannot hold: a resumed run begins without it. Keep it as"
-                " numbers, text, tensors, lists and dicts",
+                "%s.%s is of a kind that a checkpoint cannot hold: a resumed run begins without it. Keep it"
+                " as numbers, text, tensors, lists and dicts",
                 name,
                 lost[0],
             )

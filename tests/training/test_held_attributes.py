@@ -459,4 +459,4 @@ def test_what_a_checkpoint_cannot_hold_of_a_loss_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     resume(lambda: Case(loss_fn=Opaque()), "serial", None, tmp_path, checkpoint={"every_n_steps": 1})  # type: ignore[arg-type]
-    assert caplog.text.count("rates of loss_fn is of a kind that a checkpoint cannot hold") == 2
+    assert caplog.text.count("loss_fn.rates is of a kind that a checkpoint cannot hold") == 2
