@@ -161,6 +161,8 @@ class CarriedState:
         self._held_values[id(tensor)] = path, tensor, content
         if not compared or id(tensor) in self._trained or not _is_readable(tensor):
             return
+        if hasattr(tensor, "ds_id"):
+            return  # gathered or not, its engine decides
         if is_weight:
             self.fixed.add(path)
         self.values[path] = digest_of(sum_of_bits(tensor) if is_weight else local_part(tensor))

@@ -124,6 +124,9 @@ class ShardedModel:
         follow_data()
         self._num_assigned = AssignedData.count
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModel:
+        return self  # hooks of a copied model refer to it
+
     def reshard(self) -> None:
         """Free what a forward without backward left gathered: the model holds DTensors again."""
         for unit in self.units:
