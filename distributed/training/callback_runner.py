@@ -186,7 +186,7 @@ class CallbackRunner:
                     callback.load_state_dict(found[1])
 
     def held_state(self) -> dict[str, Any]:
-        """What training has changed in the other objects of the script."""
+        """Return what training has changed in the other objects of the script."""
         with same_streams():
             return {} if self.held is None else self.held.save()
 

@@ -146,7 +146,7 @@ def _of_optimizers() -> frozenset[str]:
 
 
 class HeldState:
-    """What the objects of a run held when it began, and what training has changed since.
+    """State of the objects of a run when it began, and what training has changed since.
 
     Args:
         loop: a `TrainingLoop`, whose model is not placed yet.
@@ -178,7 +178,7 @@ class HeldState:
         }
 
     def live(self) -> dict[int, Any]:
-        """What the run trains, by ``id``: references to it are no state."""
+        """Return what the run trains, by ``id``: references to it are no state."""
         loop = self._loop
         found: list[Any] = [
             loop,

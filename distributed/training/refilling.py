@@ -48,7 +48,7 @@ GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] =
     np.random.RandomState: (lambda own: own.get_state(legacy=False), lambda own, state: own.set_state(state)),
     torch.Generator: (lambda own: own.get_state(), lambda own, state: own.set_state(state)),
 }
-"""How the state of a random number generator is read and set, by class."""
+"""Functions that read and set the state of a random number generator, by class."""
 
 
 def random_state(value: Any) -> Any:

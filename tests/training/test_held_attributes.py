@@ -425,7 +425,7 @@ def test_what_ranks_build_is_continued_by_a_second_fit(
 
 
 class Nested(Beside):
-    """Keeps momentum so that nobody can see which parameter it belongs to."""
+    """Keeps momentum in a nested list, which does not tell the parameter of a tensor."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
