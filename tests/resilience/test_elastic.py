@@ -177,8 +177,8 @@ FATE = {4: (3, "SIGKILL"), 3: (2, "SIGTERM")}
 
 class Fate(Callback):
     all_ranks = True
-    def __init__(self):
-        self.first = None
+    def on_run_start(self, context):
+        self.first = None  # also in a resumed run, which has the attributes of the one before
     def on_step_end(self, context):
         step, size, rank = context.progress.step, context.world.size, context.world.rank
         self.first = self.first or step

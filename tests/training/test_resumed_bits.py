@@ -34,10 +34,12 @@ Y = X[:, :3].argmax(dim=1)
 
 
 class Net(nn.Module):
-    """Counts its training forwards in a buffer that is not persistent, and where no checkpoint looks."""
+    """Counts its training forwards in a buffer that is not persistent, in an attribute, and in a file by
+    process, which nothing puts back."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str) -> None:
         super().__init__()
+        self.file = file
         self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(4), nn.Linear(16, 3)
         self.drop = nn.Dropout(0.2)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
@@ -47,6 +49,8 @@ class Net(nn.Module):
         if self.training:
             self.calls += 1
             self.forwards += 1
+            with open(f"{self.file}.{os.getpid()}", "a") as file:
+                file.write(".")
         hidden = self.norm(self.first(x).view(-1, 4, 4)).flatten(1)
         result: Tensor = self.last(self.drop(hidden.tanh()))
         return result
@@ -58,25 +62,30 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class AsIfNothingHadHappened(Callback):
-    """Raises where a trace of the warm-up is left, or there was none."""
+    """Raises where there were not so many forwards before the first step, or a trace of them is left."""
 
     all_ranks = True
 
-    def __init__(self, forwards: int, calls: float = 0.0) -> None:
-        self.forwards, self.calls = forwards, calls
+    def __init__(self, forwards: int, resumed: int = 0) -> None:
+        self.forwards, self.resumed = forwards, resumed
 
     def on_run_start(self, context: Context) -> None:
         model = context.model
+        file = Path(f"{model.file}.{os.getpid()}")
+        forwards = file.stat().st_size if file.exists() else 0
+        if forwards != self.forwards:
+            raise RuntimeError(f"{forwards} forwards before the first step, and not {self.forwards}")
         found = model.forwards, float(model.calls), [p.grad for p in model.parameters()]
-        if found != (self.forwards, self.calls, [None] * 6):
+        if found != (self.resumed, float(self.resumed), [None] * 6):
             raise RuntimeError(f"the warm-up left {found}")
 
 
 def fit(pool: RankPool, folder: Path, steps: int, data: Any = (X, Y), **given: Any) -> None:
     fields = {"deterministic": True, "momentum": 0.9, "optimizer": "sgd"}
     make_trainer(
-        Net, 3, pool, folder=folder, global_batch_size=12, learning_rate=0.1, gradient_accumulation_steps=2,
-        resume_from_checkpoint=True, **{**fields, **given},
+        partial(Net, f"{folder}{steps}"), 3, pool, folder=folder,
+        global_batch_size=12, learning_rate=0.1, gradient_accumulation_steps=2, resume_from_checkpoint=True,
+        **{**fields, **given},
     ).fit(data, max_steps=steps)  # fmt: skip
 
 
@@ -93,7 +102,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
     fit(rank_pool, tmp_path / "whole", 9, data, callbacks=[AsIfNothingHadHappened(0)])
     # Within an epoch; the step goes by while the schedule is constant.
     fit(rank_pool, tmp_path / "parts", 6, data)
-    fit(rank_pool, tmp_path / "parts", 9, data, callbacks=[AsIfNothingHadHappened(1, 11.0)])
+    fit(rank_pool, tmp_path / "parts", 9, data, callbacks=[AsIfNothingHadHappened(1, resumed=11)])
     assert list(differences(newest(tmp_path / "whole"), newest(tmp_path / "parts"))) == []
 
 
@@ -123,12 +132,13 @@ class Signal(Callback):
         self._act("save", context)
 
 
-def epochs_of(pool: RankPool, folder: Path, *, ranks: int = 3, model: Any = Net, **given: Any) -> list[Any]:
+def epochs_of(pool: RankPool, folder: Path, *, ranks: int = 3, model: Any = None, **given: Any) -> list[Any]:
     """The epochs of a run of three epochs of four steps, up to its end or its preemption."""
-    data = (X, Y) if model is Net else problem(40)
+    data = (X, Y) if model is None else problem(40)
     trainer = make_trainer(
-        model, ranks, pool, folder=folder, global_batch_size=12, gradient_accumulation_steps=2, epochs=3,
-        learning_rate=0.1, optimizer=partial(torch.optim.SGD, momentum=0.9), deterministic=True,
+        model or partial(Net, str(folder)), ranks, pool, folder=folder,
+        global_batch_size=12, gradient_accumulation_steps=2, epochs=3, learning_rate=0.1,
+        optimizer=partial(torch.optim.SGD, momentum=0.9), deterministic=True,
         scheduler=partial(StepLR, step_size=1, gamma=0.5), resume_from_checkpoint=True, **given,
     )  # fmt: skip
     try:
@@ -181,7 +191,7 @@ def test_the_end_of_an_epoch_comes_on_another_number_of_ranks(
 def test_nothing_is_warmed_up_where_nobody_asked_for_bits(rank_pool: RankPool, tmp_path: Path) -> None:
     for folder, given in (("two", {"num_processes": 2}), ("loose", {"deterministic": False})):
         fit(rank_pool, tmp_path / folder, 3, **given)
-        fit(rank_pool, tmp_path / folder, 4, callbacks=[AsIfNothingHadHappened(0, 6.0)], **given)
+        fit(rank_pool, tmp_path / folder, 4, callbacks=[AsIfNothingHadHappened(0, resumed=6)], **given)
 
 
 TWICE = """

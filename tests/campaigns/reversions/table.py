@@ -63,10 +63,6 @@ def _none_of(present: Any) -> Any:
     return lambda *args, **kwargs: {}
 
 
-def _never(present: Any) -> Any:
-    return lambda *args, **kwargs: False
-
-
 def _unchanged(present: Any) -> Any:
     return lambda plan: plan
 
@@ -260,7 +256,7 @@ REVERSIONS = {
     ),
     "carried optimizers": Reversion(
         "Started ranks begin with fresh moments where a script gives an optimizer that has taken steps",
-        "distributed.training.torch_framework", "TorchFramework.has_history", _never,
+        "distributed.training.resuming", "Resumer.take_given", _nothing,
         _FITS + "test_an_optimizer_is_carried_on_to_another_trainer[pytorch-ddp-3]",
     ),
     "attributes of callbacks": Reversion(
