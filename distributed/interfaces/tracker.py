@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from distributed.config import DistributedConfig
 
-__all__ = ["Place", "Tracker", "TrackerSpec", "with_common_names"]
+__all__ = ["LOCAL_LIMIT", "Place", "Tracker", "TrackerSpec", "with_common_names"]
+
+
+LOCAL_LIMIT = 60.0
+"""Seconds that the end of a run waits for a store on this machine, which no network delays."""
 
 
 def with_common_names(metrics: Mapping[str, float], config: DistributedConfig) -> dict[str, float]:

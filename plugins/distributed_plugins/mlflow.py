@@ -19,7 +19,7 @@ from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.tracker import Tracker, TrackerSpec, with_common_names
+from distributed.interfaces.tracker import LOCAL_LIMIT, Tracker, TrackerSpec, with_common_names
 from distributed.registry.hookspecs import hookimpl
 from distributed.system.random_numbers import draw_apart
 
@@ -42,8 +42,6 @@ DRAW_NUMBERS = (
 VARIABLES = ("MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID")
 TRAINING = "distributed.training"
 """Tag of a run: the training that it holds."""
-LOCAL_LIMIT = 60.0
-"""Seconds that the end of a run waits for a store on this machine, which no network delays."""
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from distributed.config import DistributedConfig
 from distributed.errors import UserError
-from distributed.interfaces.tracker import Tracker, TrackerSpec, with_common_names
+from distributed.interfaces.tracker import LOCAL_LIMIT, Tracker, TrackerSpec, with_common_names
 from distributed.registry.hookspecs import hookimpl
 
 __all__ = ["TensorBoardTracker", "register_trackers", "tag"]
@@ -67,6 +67,7 @@ class TensorBoardTracker(Tracker):
     """
 
     folder: Path
+    limit = LOCAL_LIMIT
 
     def __init__(self, config: DistributedConfig) -> None:
         self.config = config

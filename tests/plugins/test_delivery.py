@@ -14,12 +14,14 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import mlflow
 import pytest
 import torch
 from distributed_plugins.mlflow import MLflowTracker
+from distributed_plugins.tensorboard import TensorBoardTracker
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -185,6 +187,27 @@ def test_a_silent_server_is_said_while_the_training_goes_on(
         trainer(new_model(), tmp_path, uri, callbacks=[look]).fit(DATA)
     assert found == [True]
     assert caplog.text.count("tracker 'mlflow'") == 1
+
+
+def test_an_event_file_that_starts_late_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does whose modules take long to import, at the end of a short run on a busy machine."""
+    ends, (start, end) = Event(), (TensorBoardTracker.start, Delivery.end)
+
+    def start_late(self: TensorBoardTracker, params: Any) -> None:
+        assert ends.wait(60)
+        start(self, params)
+
+    def end_noted(self: Delivery) -> None:
+        ends.set()
+        end(self)
+
+    monkeypatch.setattr(Tracker, "limit", 0.0)
+    monkeypatch.setattr(TensorBoardTracker, "start", start_late)
+    monkeypatch.setattr(Delivery, "end", end_noted)
+    board = {"tensorboard_dir": tmp_path / "board", "tensorboard": True, "mlflow_tracking": False}
+    trainer(new_model(), tmp_path / "run", "", **board).fit(DATA)
+    (folder,) = (tmp_path / "board").iterdir()
+    assert board_steps(folder) == STEPS
 
 
 # -- ranks that are killed ---------------------------------------------------------------
