@@ -190,7 +190,7 @@ def test_a_silent_server_is_said_while_the_training_goes_on(
 
 
 def test_an_event_file_that_starts_late_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does whose modules take long to import, at the end of a short run on a busy machine."""
+    """The writer starts only while the run waits for its end, as on a busy machine after a short run."""
     ends, (start, end) = Event(), (TensorBoardTracker.start, Delivery.end)
 
     def start_late(self: TensorBoardTracker, params: Any) -> None:

@@ -425,7 +425,7 @@ def test_what_ranks_build_is_continued_by_a_second_fit(
 
 
 class Nested(Beside):
-    """Keeps momentum in a nested list, which does not tell the parameter of a tensor."""
+    """Keeps momentum in a nested list, in which no tensor is assigned to a parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
