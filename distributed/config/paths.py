@@ -16,14 +16,15 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def with_absolute_paths(config: _Model) -> _Model:
     """A copy of `config` whose relative paths are those of the current working folder: a callback may change
-    it while the run writes there. Fields are paths whose ``json_schema_extra`` has ``"path": True``."""
+    it while the run writes there. Fields are paths whose ``json_schema_extra`` has ``"path": True``; where it
+    is ``"store"``, only a SQLite file and a path that begins with a dot are, as other words are names."""
     changed: dict[str, Any] = {}
     for name, field in type(config).model_fields.items():
         value, extra = getattr(config, name), field.json_schema_extra
         if isinstance(value, BaseModel):
             changed[name] = with_absolute_paths(value)
         elif isinstance(value, str) and isinstance(extra, dict) and extra.get("path"):
-            changed[name] = _absolute(value)
+            changed[name] = _absolute_store(value) if extra["path"] == "store" else _absolute(value)
     changed = {name: value for name, value in changed.items() if value is not getattr(config, name)}
     if not changed:
         return config
@@ -38,3 +39,10 @@ def _absolute(place: str) -> str:
     if path is None or os.path.isabs(path):
         return place
     return place.removesuffix(path) + os.path.abspath(path)
+
+
+def _absolute_store(address: str) -> str:
+    if address.startswith("."):
+        return os.path.abspath(address)
+    scheme, is_sqlite, path = address.partition("sqlite:///")
+    return f"{is_sqlite}{os.path.abspath(path)}" if is_sqlite and not scheme and path else address

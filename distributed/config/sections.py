@@ -255,7 +255,9 @@ class TrackingSection(Section):
         "auto", description="Progress bar; auto shows it only on a terminal."
     )
     mlflow_tracking_uri: str | None = Field(
-        None, description="MLflow tracking URI. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db."
+        None,
+        description="MLflow tracking URI. None: MLFLOW_TRACKING_URI, or a local SQLite file mlflow.db.",
+        json_schema_extra={"path": "store"},
     )
     mlflow_experiment: str | None = Field(
         None,

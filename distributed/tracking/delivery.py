@@ -109,6 +109,9 @@ class Delivery:
         self._unused: Tracker | None = make()
         self.first = self._unused
         self.first.context = dict(self.context)
+        # Read here, not in the thread: a callback may change the working folder and the variables.
+        self.context = {**self.first.kept(), **self.context}
+        self.first.context = dict(self.context)
         self.target = redact_text(self.first.target())
         self.title = f"'{spec.name}'" + (f" ({self.target})" if self.target else "")
         self.delivered = 0

@@ -344,11 +344,18 @@ def _prepared(uri: str) -> Iterator[None]:
     if database is None:
         yield
         return
-    (database.parent / "mlruns").mkdir(parents=True, exist_ok=True, mode=0o700)
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    draw_apart(DRAW_NUMBERS)
+    artifacts = database.parent / "mlruns"
+    artifacts.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(database, os.O_CREAT | os.O_WRONLY, 0o600))
-    folder = os.open(database.parent / "mlruns", os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(artifacts, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
+        if not database.stat().st_size:
+            # Makes the experiment Default, whose artifacts a client would put into the working folder.
+            SqlAlchemyStore(uri, artifacts.as_uri())  # type: ignore[no-untyped-call]
         yield
     finally:
         os.close(folder)

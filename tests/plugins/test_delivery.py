@@ -20,7 +20,7 @@ from typing import Any
 import mlflow
 import pytest
 import torch
-from distributed_plugins.mlflow import MLflowTracker
+from distributed_plugins.mlflow import MLflowTracker, register_trackers
 from distributed_plugins.tensorboard import TensorBoardTracker
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,9 +28,10 @@ from torch import nn
 
 from distributed import UserError, WorkerError
 from distributed.cli import main
+from distributed.config import DistributedConfig
 from distributed.interfaces.callback import Context
 from distributed.interfaces.tracker import Tracker
-from distributed.tracking.delivery import Delivery
+from distributed.tracking.delivery import Delivery, Outbox
 from tests.support.tracking_servers import mlflow_server, proxied
 from tests.support.training import Die, OnStep, make_trainer
 
@@ -464,3 +465,32 @@ def test_a_trackers_module_draws_apart(tmp_path: Path, store: str, monkeypatch: 
     trainer(new_model(), tmp_path / "run", store).fit(DATA)
     assert random.getstate() == before
     check_one_run(store, STEPS)
+
+
+@pytest.mark.parametrize("variable", [None, "sqlite:///runs.db"])
+def test_the_store_is_that_of_the_beginning(
+    variable: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread starts MLflow after a callback has changed the working folder and the variable."""
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.chdir(folders[0])
+    if variable is not None:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", variable)
+    config = DistributedConfig(mlflow_tracking=True)
+    (spec,) = register_trackers()
+    outbox = Outbox(str(folders[0]), "0123")
+    outbox.append("start", {}, place={})
+    outbox.append("log_metrics", {"loss": 1.0}, 1)
+    (folders[0] / "note").touch()
+    outbox.append("log_artifact", str(folders[0] / "note"))
+    outbox.append("finish", "finished")
+    delivery = Delivery(outbox.path, spec, partial(MLflowTracker, config), "0123", {})
+    monkeypatch.chdir(folders[1])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other.db")
+    delivery.run()
+    assert list(folders[1].iterdir()) == []
+    name = "mlflow.db" if variable is None else "runs.db"
+    check_one_run(f"sqlite:///{folders[0] / name}", [1])
+    assert len(list((folders[0] / "mlruns").rglob("note"))) == 1

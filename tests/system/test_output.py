@@ -92,9 +92,11 @@ class Move(Callback):
         os.chdir(self.to)
 
 
+@pytest.mark.parametrize("store", ["sqlite:///runs.db", None])
 def test_a_callback_that_changes_the_working_folder_moves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "other").mkdir()
     trainer = make_trainer(
@@ -105,7 +107,7 @@ def test_a_callback_that_changes_the_working_folder_moves_no_file(
         tensorboard_dir="events",
         mlflow_tracking=True,
         callbacks=[Move(tmp_path / "other")],
-        tracking={"progress": "off", "record_dir": "record", "mlflow_tracking_uri": "sqlite:///runs.db"},
+        tracking={"progress": "off", "record_dir": "record", "mlflow_tracking_uri": store},
         profile={"enabled": True, "skip_steps": 1, "steps": 1},
     )
     history = trainer.fit(DATA, DATA)
@@ -116,7 +118,7 @@ def test_a_callback_that_changes_the_working_folder_moves_no_file(
     assert history.checkpoint == str(tmp_path / "saved" / "step_00000004")
     assert list((tmp_path / "profile").iterdir())
     assert list((tmp_path / "events").rglob("events*"))
-    assert (tmp_path / "runs.db").exists()
+    assert (tmp_path / ("runs.db" if store else "mlflow.db")).exists()
     assert trainer.config.checkpoint_dir == "saved"
 
 
@@ -131,6 +133,12 @@ def test_paths_become_absolute_and_nothing_else_changes(
     assert found.profile.output_dir == f"{tmp_path}/profile"
     assert [found.origin(name) for name in ("checkpoint_dir", "profile.output_dir")] == ["test", "default"]
     assert "profile" not in found.model_fields_set
+    stores = {"sqlite:///a.db": f"sqlite:///{tmp_path}/a.db", "./a": f"{tmp_path}/a"}
+    for given_store in ("sqlite:////a.db", "sqlite:///", "https://host/a", "databricks"):
+        stores[given_store] = given_store
+    for given_store, absolute in stores.items():
+        config = with_absolute_paths(DistributedConfig(tracking={"mlflow_tracking_uri": given_store}))
+        assert config.tracking.mlflow_tracking_uri == absolute
     for other in ({"checkpoint_dir": "s3://bucket/run"}, {"checkpoint_dir": "/run"}):
         config = DistributedConfig(**other)
         assert with_absolute_paths(config).checkpoint_dir == config.checkpoint_dir

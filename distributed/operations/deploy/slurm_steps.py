@@ -101,6 +101,8 @@ def _start(step: str) -> list[str]:
 
 _WAIT = [
     "step=$!",
+    "# The trap tells a step that it knows of, and no other.",
+    'if [ "$warned" -eq 1 ]; then scancel --signal=USR1 "$SLURM_JOB_ID"; fi',
     "# wait returns early when a signal was trapped; the step has ended when its process is gone.",
     'while kill -0 "$step" 2>/dev/null; do',
     '    wait "$step"',

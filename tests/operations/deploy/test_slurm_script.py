@@ -6,6 +6,7 @@ What Slurm itself makes of it needs a Slurm: see the cluster tests.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Mapping
@@ -145,6 +146,16 @@ def test_the_warning_reaches_the_step_and_the_script_waits_for_it(place: Path, c
     assert arguments(place, "scancel") == ["--signal=USR1", "12345"]
     assert process.returncode == 75
     assert arguments(place, "scontrol") == ["requeue", "12345"]
+
+
+@pytest.mark.parametrize("moment", ["srun", "step=$!"])
+def test_a_warning_while_the_step_starts_reaches_it(place: Path, moment: str) -> None:
+    """Bash runs the trap for a signal between any two commands."""
+    warn = 'case "$BASH_COMMAND" in "$moment"*) moment=none; kill -USR1 $$; esac'
+    path = write(place, RUN, {"setup": [f"moment={shlex.quote(moment)}", f"trap {shlex.quote(warn)} DEBUG"]})
+    status, _ = run(place, path, CODE="75", WAIT="200")
+    assert arguments(place, "scancel") == ["--signal=USR1", "12345"]
+    assert status == 75
 
 
 def test_sigterm_is_waited_out(place: Path) -> None:
