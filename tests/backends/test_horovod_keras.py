@@ -27,6 +27,7 @@ from distributed.planner.resolve import resolve
 from distributed.registry.catalog import get_catalog
 from distributed.testing.rank_pool import RankPool
 from distributed.testing.reference_problem import problem
+from tests.support.keras_float64 import float64
 from tests.support.training import make_trainer
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
@@ -54,14 +55,10 @@ def build(*between: Any) -> Any:
 
 def optimizer_of(kind: str) -> Any:
     """Keras's own, in float64: it would round its numbers to float32."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    try:
+    with float64():
         if kind == "adam":
             return keras.optimizers.Adam(0.05, epsilon=1e-4)
         return keras.optimizers.SGD(0.2, momentum=0.9)
-    finally:
-        keras.config.set_floatx(before)
 
 
 def masked(length: int) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from distributed import Trainer
 from distributed.testing.rank_pool import RankPool
+from tests.support.keras_float64 import float64
 from tests.support.training import make_trainer
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
@@ -29,10 +30,8 @@ everywhere = pytest.mark.parametrize("place", PLACES)
 
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+    with float64():
+        yield
 
 
 class Objects:

@@ -13,6 +13,7 @@ from distributed.errors import UserError, WorkerError
 from distributed.interfaces.callback import Context
 from distributed.testing.rank_pool import RankPool
 from tests.backends.test_keras_between_fits import EXACT, NUM, PLACES, SIZE, Objects, X, Y
+from tests.support.keras_float64 import float64
 
 tf = pytest.importorskip("tensorflow", reason="pip install tensorflow")
 keras = pytest.importorskip("keras")
@@ -21,11 +22,9 @@ RANKS = ["processes", "horovod"]
 
 
 @pytest.fixture(autouse=True)
-def _float64(monkeypatch: pytest.MonkeyPatch) -> Any:
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    yield
-    keras.config.set_floatx(before)
+def _float64() -> Any:
+    with float64():
+        yield
 
 
 def clamp(model: Any, optimizer: Any) -> None:

@@ -14,6 +14,7 @@ from distributed import TensorFlowDistributedTrainer
 from distributed.errors import UserError
 from distributed.testing.reference_problem import problem
 from distributed.testing.suite import EXACT
+from tests.support.keras_float64 import float64
 
 keras = pytest.importorskip("keras", reason="pip install tensorflow")
 tf = pytest.importorskip("tensorflow")
@@ -38,12 +39,8 @@ def build() -> Any:
 
 def momentum() -> Any:
     """Keras's own, in float64. Adam would hide a wrong weight: it divides by the gradient's size."""
-    before = keras.config.floatx()
-    keras.config.set_floatx("float64")
-    try:
+    with float64():
         return keras.optimizers.SGD(0.2, momentum=0.9)
-    finally:
-        keras.config.set_floatx(before)
 
 
 def masked(length: int) -> tuple[np.ndarray, np.ndarray]:
